@@ -11,9 +11,9 @@ from typing import Any
 import typer
 
 from fxplug.__main__ import app
-from fxplug.core.spec.pass_file import open_pass, shipped
+from fxplug.core.spec.pass_file import list_shipped, open_pass
 from fxplug.core.spec.rules import NUMERICS
-from fxplug.core.spec.schema import page as keys
+from fxplug.core.spec.schema import make_page as keys
 
 VERBS = """# Verbs of the command line
 
@@ -40,7 +40,7 @@ def pages() -> dict[str, str]:
     """The text of each page by its name."""
     command: Any = typer.main.get_command(app)
     verbs = "\n".join(line for name in command.list_commands(None) for line in verb(name, command.get_command(None, name)))
-    files = {name: open_pass(name).source.data for name in shipped("passes")}
+    files = {name: open_pass(name).source.data for name in list_shipped("passes")}
     rows = [f"| [{name}](passes/{name}.md) | {data['numerics']} | {cell(data['about'])} |" for name, data in files.items()]
     passes = PASSES.replace("{numerics}", "; ".join(f"*{word}*, {text}" for word, text in NUMERICS.items()))
     return {"verbs.md": f"{VERBS}\n{verbs}", "passes.md": passes + "\n".join(rows) + "\n", "keys.md": keys()}

@@ -23,7 +23,7 @@ import torch
 
 import fxplug
 from fxplug.adapters.files import fit, read
-from fxplug.adapters.layer_names import SWAPPED, family_of, first_names
+from fxplug.adapters.layer_names import SWAPPED, family_of, map_first_names
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -52,7 +52,7 @@ def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 def named_lora(shapes: dict[str, tuple[int, ...]], prefix: str, flat: bool) -> dict[str, torch.Tensor]:
     """A LoRA of rank 2 under the first names of layers."""
     state = {}
-    for old, paths in first_names(shapes).items():
+    for old, paths in map_first_names(shapes).items():
         key = prefix + (old.replace(".", "_") if flat else old)
         outer = sum(shapes[path.removesuffix(SWAPPED)][0] for path in paths)
         inner = shapes[paths[0].removesuffix(SWAPPED)][1:]
@@ -69,7 +69,7 @@ def families() -> Iterator[list[str]]:
         if "Transformer" not in name and "UNet2DConditionModel" not in name:
             continue
         shapes = shapes_of(case.build())
-        known = first_names(shapes)
+        known = map_first_names(shapes)
         if not known:
             continue
         family = family_of(shapes)

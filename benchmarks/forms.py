@@ -62,7 +62,7 @@ def calls(mode: str, case: Any) -> dict[str, Callable[[], Any]]:
     import torch
     import torch.nn.functional as F
 
-    from fxplug.blocks.low_rank import side
+    from fxplug.blocks.low_rank import compute_update
     from fxplug.lowerings.linear import measurement, operators
 
     if mode != "mixed":
@@ -72,7 +72,9 @@ def calls(mode: str, case: Any) -> dict[str, Callable[[], Any]]:
     x, weight, bias = (torch.randn(shape, dtype=dtype) for shape in shapes)
     down, up = torch.randn(width, case.inner, dtype=dtype), torch.randn(case.outer, width, dtype=dtype)
     rows = torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]).repeat_interleave(case.rank, 1)
-    found: dict[str, Callable[[], Any]] = {"stock": lambda: torch.add(F.linear(x, weight, bias), side(x, down, up, rows, 0))}
+    found: dict[str, Callable[[], Any]] = {
+        "stock": lambda: torch.add(F.linear(x, weight, bias), compute_update(x, down, up, rows, 0))
+    }
     for form in ("fused", "blas") if dtype == torch.float32 else ("blas",):
         given = (x, weight, bias, down, up, rows, case.slots, 0, form)
         found[form] = lambda given=given: operators.bank_linear(*given)  # type: ignore[misc]

@@ -47,7 +47,7 @@ from matrix_state import NotApplicable, State, is_float, result_of
 from record import COMMIT
 
 from fxplug.core.errors import FxplugError
-from fxplug.core.ir.comparison import RESULT, WITHIN, Difference, difference
+from fxplug.core.ir.comparison import RESULT, WITHIN, Difference, measure_difference
 from fxplug.core.ir.containers import map_leaves
 
 EQUAL, REFUSED, NOT_APPLICABLE, FAULT = "equal", "refused", "does not apply", "fault"
@@ -130,9 +130,9 @@ def without_effect(model: str, names: tuple[str, ...]) -> str:
     for name in kept:
         rest = tuple(other for other in kept if other != name)
         with contextlib.suppress(FxplugError):  # one that another one needs
-            if difference(oracle(model, rest, False)[0], whole).times >= LOUD:
+            if measure_difference(oracle(model, rest, False)[0], whole).times >= LOUD:
                 continue
-            if difference(exactly(model, rest, False)[0], exactly(model, kept, False)[0]).distance > SILENT:
+            if measure_difference(exactly(model, rest, False)[0], exactly(model, kept, False)[0]).distance > SILENT:
                 raise NotApplicable(f"{name} changes less here than rounding does")
             return name
     return ""
@@ -170,12 +170,12 @@ def distance(
     than three times.
     """
     tolerance = WITHIN if gradient else RESULT
-    off = max(difference(wanted, value, tolerance, dtypes) for value in found)
+    off = max(measure_difference(wanted, value, tolerance, dtypes) for value in found)
     if off.times <= 1:
         return off, 1.0
     middle = in_float32(exact())
-    most = (3 if gradient else 2) * difference(middle, in_float32(wanted), tolerance, dtypes).times
-    return max(difference(middle, in_float32(value), tolerance, dtypes) for value in found), max(1.0, most)
+    most = (3 if gradient else 2) * measure_difference(middle, in_float32(wanted), tolerance, dtypes).times
+    return max(measure_difference(middle, in_float32(value), tolerance, dtypes) for value in found), max(1.0, most)
 
 
 @cache

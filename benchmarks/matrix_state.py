@@ -11,7 +11,7 @@ import torch
 from matrix_models import DEVICE, Subject
 from torch import Tensor, nn
 
-from fxplug.core.ir.containers import leaves, map_leaves
+from fxplug.core.ir.containers import list_leaves, map_leaves
 from fxplug.core.ir.traced_module import TracedModule
 from fxplug.parallel.runtime.pretended import pretended
 
@@ -77,7 +77,7 @@ def gradients_of(state: State, kwargs: Mapping[str, Any], wanted: Sequence[Tenso
 
     def both() -> tuple[Any, list[Tensor]]:
         found = _called(state, kwargs)
-        loss = sum(t.to(torch.promote_types(t.dtype, torch.float32)).square().mean() for t in leaves(found) if is_float(t))
+        loss = sum(t.to(torch.promote_types(t.dtype, torch.float32)).square().mean() for t in list_leaves(found) if is_float(t))
         slopes = torch.autograd.grad(loss, wanted, allow_unused=True)
         detached = map_leaves(found, lambda t, _: t.detach() if isinstance(t, Tensor) else t)
         return detached, [torch.zeros_like(w) if g is None else g for g, w in zip(slopes, wanted, strict=True)]

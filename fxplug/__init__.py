@@ -195,11 +195,11 @@ def __getattr__(name: str) -> Any:
     if name in _MODULE:
         value = getattr(import_module(f".{_MODULE[name]}", __name__), name)
     elif name.startswith("_") or (value := extensions.import_part("names", name)) is None:
-        note = "" if name.startswith("_") else extensions.unusable_note()
+        note = "" if name.startswith("_") else extensions.describe_unusable()
         raise AttributeError(f"module 'fxplug' has no attribute '{name}'{note}")
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *extensions.parts("names")})
+    return sorted({*globals(), *__all__, *extensions.list_parts("names")})

@@ -15,8 +15,8 @@ import typer
 import fxplug
 
 from .core.cli.doctor import doctor
-from .core.cli.terminal import diff_texts, modules_text, print_diff, print_rows
-from .core.cli.torchrun import run_on_all_ranks, started
+from .core.cli.terminal import format_modules, make_diff, print_diff, print_rows
+from .core.cli.torchrun import is_launched, run_on_all_ranks
 from .core.cli.verbs import (
     HELP,
     Allow,
@@ -26,17 +26,17 @@ from .core.cli.verbs import (
     Set,
     Subject,
     complete_pass,
+    format_parameters,
     load_saved,
-    parameters,
     print_version,
-    progress,
     read_config,
-    rewritten,
+    run_rewrite,
+    show_progress,
 )
 from .core.errors import SpecError
 from .core.extensions import need_hook
 from .core.spec import schema as json_schema
-from .core.spec.pass_file import REQUIRED, open_pass, shipped
+from .core.spec.pass_file import REQUIRED, list_shipped, open_pass
 from .core.spec.rules import NUMERICS
 
 if TYPE_CHECKING:
@@ -79,10 +79,10 @@ def rewrite(
     found = read_config(config, set)
     if out is None and not dry_run:
         print("nothing will be saved: --out DIR saves the result", file=sys.stderr)
-    result = rewritten(found, out=out, dry_run=dry_run, verify=verify)
+    result = run_rewrite(found, out=out, dry_run=dry_run, verify=verify)
     if page is not None:
         write_page = need_hook("report_of_result", "reporting")
-        with progress("report"):
+        with show_progress("report"):
             write_page(result, page)
     if dry_run:
         print_rows(_rows(result, all_))
@@ -90,7 +90,7 @@ def rewrite(
         return
     for name, sites in result.sites.items():
         print(f"{name}: {sites.summary}")
-    print(result.report.listing if result.report else f"{parameters(result)}\nnot verified")
+    print(result.report.listing if result.report else f"{format_parameters(result)}\nnot verified")
     print(f"saved in {out}" if out else "not saved: --out DIR saves it")
 
 
@@ -102,7 +102,7 @@ def sites(
     debug: Debug = False,
 ) -> None:
     """List where the passes of a configuration act, with shapes and the parameters they add."""
-    print_rows(_rows(rewritten(read_config(config, set), dry_run=True, verify=False), all_))
+    print_rows(_rows(run_rewrite(read_config(config, set), dry_run=True, verify=False), all_))
 
 
 def _rows(result: Result, all_: bool) -> str:
@@ -122,11 +122,11 @@ def diff(
         from .core.flow import saved_diff
 
         module = load_saved(subject, set, allow)
-        print_diff(diff_texts(saved_diff(subject, module), module, all_), all_)
+        print_diff(make_diff(saved_diff(subject, module), module, all_), all_)
         return
 
-    found = rewritten(read_config(subject, set), dry_run=True, verify=False)
-    print_diff(diff_texts(fxplug.diff(found.base, found.module), found.module, all_), all_)
+    found = run_rewrite(read_config(subject, set), dry_run=True, verify=False)
+    print_diff(make_diff(fxplug.diff(found.base, found.module), found.module, all_), all_)
 
 
 @app.command()
@@ -156,14 +156,14 @@ def show(
     if Path(subject).is_dir():
         module = load_saved(subject, set, allow)
     else:
-        module = rewritten(read_config(subject, set), dry_run=dry, verify=False).module
+        module = run_rewrite(read_config(subject, set), dry_run=dry, verify=False).module
     if forms:
         print(need_hook("table_of_forms", "lowerings")(module, merge=merge), end="")
         return
     if to is not None:
         need_hook("show_to", "reporting")(module, to, region, out)
         return
-    print(modules_text(module) if modules else module.code.strip() + "\n" if code else fxplug.show(module), end="")
+    print(format_modules(module) if modules else module.code.strip() + "\n" if code else fxplug.show(module), end="")
 
 
 @app.command()
@@ -184,13 +184,13 @@ def passes(
     if page:
         if name is None:
             raise typer.BadParameter("--page needs the name of a pass")
-        from .core.cli.pages import page as text
+        from .core.cli.pages import make_page as text
 
         print(text(name), end="")
         return
 
     if name is None:
-        for each, path in shipped("passes").items():
+        for each, path in list_shipped("passes").items():
             data = open_pass(path).source.data
             print(f"{each:18} {data.get('numerics', ''):8}  {data.get('about', '')}")
         return
@@ -200,7 +200,7 @@ def passes(
         print(f"numerics: {numerics} ({NUMERICS[numerics]})")
     rows = [
         (key, "required" if default == REQUIRED else json.dumps(default), text)
-        for key, default, text, _ in json_schema.parameters(draft)
+        for key, default, text, _ in json_schema.list_parameters(draft)
     ]
     keys, defaults = (max(len(row[column]) for row in rows) for column in (0, 1))
     for key, default, said in rows:
@@ -212,7 +212,7 @@ def schema(
     page: Annotated[bool, typer.Option("--page", help="Every key as Markdown instead.")] = False, debug: Debug = False
 ) -> None:
     """Print the JSON Schema of a configuration, for editors, or its keys as a page."""
-    print(json_schema.page() if page else json.dumps(json_schema.schema(), indent=2), end="" if page else "\n")
+    print(json_schema.make_page() if page else json.dumps(json_schema.make_schema(), indent=2), end="" if page else "\n")
 
 
 MANY = {"--check", "measured", "--link=measured"}  # what `parallel` needs all processes for
@@ -220,7 +220,7 @@ MANY = {"--check", "measured", "--link=measured"}  # what `parallel` needs all p
 
 def main() -> None:
     """Run the `fxplug` command."""
-    if started():
+    if is_launched():
         verb = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
         many = verb == "train" or (verb == "parallel" and bool(MANY & {*sys.argv}))
         run_on_all_ranks(lambda: app(prog_name="fxplug"), everywhere=many)

@@ -11,7 +11,7 @@ import yaml
 
 from fxplug.adapters.contents import AdapterContents
 from fxplug.adapters.updates import Entry
-from fxplug.adapters.writing import content
+from fxplug.adapters.writing import make_content
 
 DATA = yaml.safe_load((Path(__file__).parent / "data" / "comfyui_layers.yaml").read_text())
 # how keys end that ComfyUI looks up behind the name of a layer (comfy/lora.py, comfy/weight_adapter)
@@ -41,4 +41,4 @@ def of_all_layers(about, as_, scale=0.5):
             out, inner, *kernel = layer.shape
             tensors = {"down": torch.randn(1, inner, *kernel), "up": torch.randn(out, 1, *[1] * len(kernel))}
             entries.append(Entry(path, path, "", "lora", tensors, scale, 1))
-    return content(AdapterContents(tuple(entries), {}), as_, about)
+    return make_content(AdapterContents(tuple(entries), {}), as_, about)

@@ -12,14 +12,14 @@ import torch
 from zoo import Case
 
 import fxplug
-from fxplug.core.ir.containers import leaves
+from fxplug.core.ir.containers import list_leaves
 
 
 def difference(a: Any, b: Any) -> str | None:
     """What differs between two results, or None when type, structure and every bit are the same."""
     if type(a) is not type(b):
         return f"a {type(b).__name__} instead of a {type(a).__name__}"
-    ours, theirs = leaves(b), leaves(a)
+    ours, theirs = list_leaves(b), list_leaves(a)
     if len(ours) != len(theirs):
         return f"{len(ours)} values instead of {len(theirs)}"
     for index, (x, y) in enumerate(zip(theirs, ours, strict=True)):
@@ -58,7 +58,7 @@ def check(case: Case, train: bool = True) -> dict[str, Any]:
 
     The result has `problems` (empty when exact), `seconds` to trace, `nodes`, `guards`, `graphs` and `refused`: the inputs
     that a guard turned away although the model itself takes them. Where tracing fails and names a module to keep whole,
-    that is done; those are in `leaves`.
+    that is done; those are in `list_leaves`.
     """
     model = case.build()
     row: dict[str, Any] = {"name": case.name, "problems": [], "refused": [], "leaves": []}

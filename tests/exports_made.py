@@ -14,7 +14,7 @@ from torch import nn
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 import fxplug
-from fxplug.core.ir.containers import leaves
+from fxplug.core.ir.containers import list_leaves
 
 QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0"}
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -147,8 +147,8 @@ def check_model(gm, example, others, folder, to, close=CLOSE):
             for adapters in (new.adapters, model.adapters):
                 adapters.use(what)
             with torch.no_grad():
-                (wanted,) = leaves(new(*args, **kwargs))
-            (out,) = leaves(model(*args, **kwargs))
+                (wanted,) = list_leaves(new(*args, **kwargs))
+            (out,) = list_leaves(model(*args, **kwargs))
             torch.testing.assert_close(out, wanted, **close)
             calls.append((args, kwargs, wanted))
         seen = [wanted for _, _, wanted in calls[-4:]]
@@ -158,7 +158,7 @@ def check_model(gm, example, others, folder, to, close=CLOSE):
 
     def again(n):
         args, kwargs, wanted = lasting[n % len(lasting)]
-        return leaves(model(*args, **kwargs))[0], wanted
+        return list_leaves(model(*args, **kwargs))[0], wanted
 
     with ThreadPoolExecutor(2) as pool:
         for out, wanted in pool.map(again, range(12)):

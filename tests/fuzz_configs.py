@@ -10,7 +10,7 @@ import yaml
 from hostile_files import ODD, PATTERNS, attacked, attacks
 
 import fxplug.adapters.file_passes  # noqa: F401  (a pass that adapter files make names it, and no attack may import)
-from fxplug.core.spec.pass_file import load_pass, shipped
+from fxplug.core.spec.pass_file import list_shipped, load_pass
 from fxplug.core.spec.run_config import load_config
 
 LINES = [
@@ -44,7 +44,8 @@ LINES = [
 
 @cache
 def files():
-    return [(kind, name, path.read_text("utf-8")) for kind in ("passes", "configs") for name, path in shipped(kind).items()]
+    kinds = ("passes", "configs")
+    return [(kind, name, path.read_text("utf-8")) for kind in kinds for name, path in list_shipped(kind).items()]
 
 
 def places(data, path=()):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import fxplug
 from fxplug.core.errors import FxplugError
-from fxplug.core.ir.comparison import WITHIN, difference
+from fxplug.core.ir.comparison import WITHIN, measure_difference
 from fxplug.exports.size_trial import tensors_of
 
 COST = 40
@@ -344,7 +344,7 @@ def _attack(text: str, rng: random.Random, folder: Path, counts: Counter[str]) -
         wants, gots = tensors_of(wanted), tensors_of(got)
         if [t.shape for t in wants] == [t.shape for t in gots]:  # what is no number to torch may be one to ONNX
             gots = [torch.where(a.isnan(), a, b) if a.dtype == b.dtype else b for a, b in zip(wants, gots, strict=True)]
-        gap = difference(wants, gots, WITHIN)
+        gap = measure_difference(wants, gots, WITHIN)
         if gap.times > CLOSE:
             ends = [tuple(round(float(end), 2) for end in t.float().aminmax()) for t in given]
             return [f"{gap.distance:.1e} off at {shapes}, from and to {ends}, opset {options['opset']}"]

@@ -10,7 +10,7 @@ import torch
 from hostile_files import ODD, attacked, attacks
 
 from fxplug.core import weight_files
-from fxplug.core.reading import about
+from fxplug.core.reading import make_reporter
 from fxplug.core.spec.train_section import Data
 from fxplug.training.data.files import open_files
 
@@ -100,7 +100,8 @@ def one(seed: str, folder: Path) -> tuple[str, str]:
         file = folder / "w.onnx"
         file.write_bytes(onnx_file(rng))
         meta = rng.random() < 0.5
-        found, refused, wrong = attacked(lambda: weight_files.read_onnx(file, about(file), meta=meta), file.stat().st_size)
+        raises = make_reporter(file)
+        found, refused, wrong = attacked(lambda: weight_files.read_onnx(file, raises, meta=meta), file.stat().st_size)
     else:
         (folder / "c").mkdir()
         for name in NAMES:

@@ -25,10 +25,10 @@ from lycoris import create_lycoris_from_weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fxplug.adapters.contents import AdapterContents, layers_of
+from fxplug.adapters.contents import AdapterContents, list_layers
 from fxplug.adapters.files import Entry, fit, read
 from fxplug.adapters.tables import FORMATS
-from fxplug.adapters.writing import About, content, write
+from fxplug.adapters.writing import About, make_content, write
 from fxplug.core.errors import ArtifactError
 
 COST = 4
@@ -197,14 +197,14 @@ def case(number: int) -> list[str]:
     entries, dtype = adapter(rng)
     wanted = result({entry.path: entry for entry in entries})
     effect = (wanted - net()(INDICES)).abs().max()
-    layers, lines = layers_of(net()), []
+    layers, lines = list_layers(net()), []
     written_in = rng.choice([None, None, *ROUNDING])
     what = f"{entries[0].kind} of {dtype} in {written_in}: {[(e.path, e.rank, e.scale) for e in entries]}"
     allowed = max(ROUNDING[dtype], ROUNDING[written_in or dtype])
     for as_ in FORMATS:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                made = content(AdapterContents(tuple(entries), {}), as_, About(layers), part="unet", dtype=written_in)
+                made = make_content(AdapterContents(tuple(entries), {}), as_, About(layers), part="unet", dtype=written_in)
             except ArtifactError as error:
                 if as_ == "fxplug" or not re.search("embedding|groups|loha|change of a bias", str(error)):
                     lines.append(f"{as_} refuses {what}: {error}")

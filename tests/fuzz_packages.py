@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fxplug
 from fxplug.core.errors import FxplugError
-from fxplug.core.ir.comparison import WITHIN, difference
+from fxplug.core.ir.comparison import WITHIN, measure_difference
 from fxplug.exports.size_trial import tensors_of
 
 COST = 400
@@ -98,5 +98,5 @@ def _missed(package: Any, module: Of, place: int, given: list[Tensor], every: li
         return f"the call ends in {type(error).__name__}: {str(error)[:200]}"
     if [t.shape for t in wanted] == [t.shape for t in got]:
         got = [torch.where(a.isnan(), a, b) if a.dtype == b.dtype else b for a, b in zip(wanted, got, strict=True)]
-    gap = difference(wanted, got, WITHIN)
+    gap = measure_difference(wanted, got, WITHIN)
     return f"{gap.distance:.1e} off" if gap.times > CLOSE else ""

@@ -16,7 +16,7 @@ from torch import fx
 
 import fxplug
 from fxplug.blocks import Block
-from fxplug.core.ir.functions import short_name
+from fxplug.core.ir.functions import get_short_name
 from fxplug.core.ir.graph import without_edges
 
 
@@ -75,7 +75,7 @@ def judge(seed: int, counts: collections.Counter[str]) -> str | None:
             nodes = [n for n in nodes if n.target is not getattr and any("shape" in read.meta for read in n.all_input_nodes)]
             if not nodes:
                 return None
-            op = short_name(rng.choice(nodes).target)
+            op = get_short_name(rng.choice(nodes).target)
             before, index = rng.random() < 0.7, rng.choice([None, 0, 0, 1, 2])
             port = None if index is None else f"{'x' if before else 'y'}[{index}]"
             rule = fxplug.Rule(

@@ -36,8 +36,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fxplug
 from fxplug.core.errors import FxplugError, VerifyError
-from fxplug.core.ir.comparison import RESULT, WITHIN, difference
-from fxplug.core.ir.containers import leaves
+from fxplug.core.ir.comparison import RESULT, WITHIN, measure_difference
+from fxplug.core.ir.containers import list_leaves
 
 COST = 200
 
@@ -123,7 +123,7 @@ class Run:
         """Note what a call gives, or its error."""
         try:
             value = call()
-            found = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves(value)]
+            found = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in list_leaves(value)]
             self.steps.append((label, "value", found))
             return value
         except FxplugError as error:
@@ -351,7 +351,7 @@ def missed(case: Case, found: dict[str, Any], refusals: Counter[str]) -> str | N
                 continue
             if kind == "value" and many_kind == "value":
                 for name, row in rows.items():
-                    off = difference(want, row[2], WITHIN if "weights" in label else RESULT, case.dtypes)
+                    off = measure_difference(want, row[2], WITHIN if "weights" in label else RESULT, case.dtypes)
                     if not off.times <= 1:
                         return f"step {index} {label}: {name} is {off.distance:.1e} off"
             elif (kind, many_kind) not in {("error", "error"), ("error", "refused"), ("refused", "refused")}:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxplug
 from fxplug.core.errors import FxplugError, GuardError, SpecError
-from fxplug.core.ir.comparison import distance
+from fxplug.core.ir.comparison import measure_distance
 from fxplug.parallel.runtime.mesh import all_degrees
 from fxplug.parallel.runtime.pretended import pretended
 
@@ -142,8 +142,8 @@ def miss(seed: int) -> str:
         except Exception as error:
             return f"{seed}: {other} rows, planned at {height}: {type(error).__name__}: {error}"[:300]
         for rank, got in enumerate(found):
-            if got.shape != want.shape or distance(want, got) > CLOSE:
-                off = f"{tuple(got.shape)}" if got.shape != want.shape else f"{distance(want, got):.1e}"
+            if got.shape != want.shape or measure_distance(want, got) > CLOSE:
+                off = f"{tuple(got.shape)}" if got.shape != want.shape else f"{measure_distance(want, got):.1e}"
                 return f"{seed}: {other} rows, planned at {height}, process {rank} of {world}: off by {off}"
     return ""
 

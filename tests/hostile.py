@@ -121,8 +121,8 @@ NAMES = sorted(
         "2-1", "0", "1", "x", "a", "b", "ü", "a b", "", ".", "..", "a..b", "a.b", 'x"', "x'", "x\n", "\x1b[31m", "A" * 300,
     }
 )  # fmt: skip
-FUNCTIONS = sorted(functions.functions()) + ["os.system", "builtins.eval", "torch.load", "torch.save", "torch.compile"]
-METHODS = sorted(functions.methods()) + ["numpy", "apply_", "__class__", "register_hook", "format"]
+FUNCTIONS = sorted(functions.list_functions()) + ["os.system", "builtins.eval", "torch.load", "torch.save", "torch.compile"]
+METHODS = sorted(functions.list_methods()) + ["numpy", "apply_", "__class__", "register_hook", "format"]
 CLASSES = sorted(torch_classes()) + sorted(block_classes()) + [
     "fxplug.training.trainer:Trainer", "fxplug.core.ir.traced_module:TracedModule", "fxplug.compat.zhijian:Addin", "os:system",
     "torch.nn:Linear", "fxplug.blocks:Block", "subprocess:Popen", "LazyLinear", "DataParallel", "Module",

@@ -23,7 +23,7 @@ from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 import fxplug
-from fxplug.blocks.low_rank import side
+from fxplug.blocks.low_rank import compute_update
 from fxplug.lowerings.linear import operators
 
 NEW_EMPTY = torch.Tensor.new_empty
@@ -145,7 +145,7 @@ def check(dtype, shape, outer, rank, kind, batch_dim=0, bias=True, way="dense"):
     gates = torch.tensor(0.75) if slots == 1 else gates_of(kind, shape[batch_dim] // 2 or 1, slots, rank)
     exact = [p if p is None else p.double().requires_grad_() for p in parts]
     first = exact[0].transpose(0, batch_dim)  # where a sample may have several entries
-    wanted = F.linear(*exact[:3]) + side(first, *exact[3:], gates.double()).transpose(0, batch_dim)
+    wanted = F.linear(*exact[:3]) + compute_update(first, *exact[3:], gates.double()).transpose(0, batch_dim)
     names = [n for n, p in zip("x weight bias down up".split(), parts, strict=True) if p is not None]
     wanteds = [wanted, *torch.autograd.grad(wanted, [p for p in exact if p is not None], g.double())]
     if slots > 1:  # of the last one nobody has anything, nor it of them

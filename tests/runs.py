@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 import fxplug
 from fxplug.core import flow
-from fxplug.core.spec.run_config import resolved
+from fxplug.core.spec.run_config import resolve
 from fxplug.training import monitor
 
 
@@ -87,7 +87,7 @@ def _once(read, *given):
     """A model that a configuration alone makes, traced once; the runs train copies."""
     if not (read.model.kind == "timm" or isinstance(read.model.target, dict)) or read.weights is not None:
         return _trace(read, *given)
-    data = resolved(read)
+    data = resolve(read)
     key = repr([data.get(key) for key in ("model", "inputs", "dtype", "mode", "seed", "leaf", "passes", "device")])
     if key not in _traced:
         _traced[key] = _trace(read, *given)

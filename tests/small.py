@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 import fxplug
 from fxplug.__main__ import app
-from fxplug.core.spec.pass_file import open_pass, shipped
+from fxplug.core.spec.pass_file import list_shipped, open_pass
 
 # the passes that have rules; parallel ones have a test of their own
-PASSES = [name for name in shipped("passes") if "rules" in open_pass(name).source.data]
+PASSES = [name for name in list_shipped("passes") if "rules" in open_pass(name).source.data]
 
 @dataclass(frozen=True, eq=False)
 class Traced:

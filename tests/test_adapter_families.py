@@ -15,7 +15,7 @@ from diffusers.loaders import lora_conversion_utils, single_file_utils
 from trainer_keys import TRAINERS, lora_of, meant
 
 from fxplug.adapters import files
-from fxplug.adapters.layer_names import SWAPPED, families, family_of, first_names
+from fxplug.adapters.layer_names import SWAPPED, families, family_of, map_first_names
 from fxplug.core.errors import ArtifactError
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # diffusers' about its own classes
@@ -75,7 +75,7 @@ def layers(name):
 
 def as_the_family_has_it(name):
     """The whole checkpoint under the names of the family's code."""
-    whole, names = weights(name), first_names(layers(name))
+    whole, names = weights(name), map_first_names(layers(name))
     made, used = Checkpoint(), set()
     for old, paths in names.items():
         for kind in ("weight", "bias"):
@@ -114,7 +114,7 @@ def test_the_names_of_norms_and_of_parameters_are_those_that_diffusers_converts(
     bare = {n for n in sizes if not n.endswith((".weight", ".bias"))}
     norms = {n.removesuffix(".weight") for n, size in sizes.items() if n.endswith(".weight") and len(size) == 1}
     state, wanted = as_the_family_has_it(name), {}
-    for n, (old, paths) in enumerate(first_names([*layers(name), *norms, *bare]).items()):
+    for n, (old, paths) in enumerate(map_first_names([*layers(name), *norms, *bare]).items()):
         if paths[0] in norms | bare:
             ours = paths[0] if paths[0] in bare else f"{paths[0]}.weight"
             end = "" if paths[0] in bare else ".scale" if name.startswith(SCALED) else ".weight"
@@ -158,7 +158,7 @@ def adapter(shapes, prefix, form=("lora_A", "lora_B"), flat=False, names=None, a
     """A LoRA of rank 2 on all layers, under the names of the family's code."""
     torch.manual_seed(0)
     state = {}
-    for old, paths in (names or first_names(shapes)).items():
+    for old, paths in (names or map_first_names(shapes)).items():
         out = sum(shapes[path.removesuffix(SWAPPED)][0] for path in paths)
         inner = shapes[paths[0].removesuffix(SWAPPED)][1:]
         key = prefix + (old.replace(".", "_") if flat else old)
@@ -194,7 +194,7 @@ def test_an_adapter_goes_where_diffusers_puts_it(kind):
     model = case(name).build()
     shapes = {n.removesuffix(".weight"): tuple(p.shape) for n, p in model.named_parameters() if ".weight" in n and p.dim() > 1}
     form = {"form": ("lora_down", "lora_up")} if how.get("alpha") else {}
-    names = {old: to for old, to in first_names(shapes, also=kind == "xlabs").items() if re.search(some, old)}
+    names = {old: to for old, to in map_first_names(shapes, also=kind == "xlabs").items() if re.search(some, old)}
     state = adapter(shapes, prefix, names=names, **form | how)
     placed = files.fit(files.read(state), shapes).check().placed
     theirs = getattr(lora_conversion_utils, f"_convert_{converter}_lora_to_diffusers")(dict(state))
@@ -211,7 +211,7 @@ def test_direct_names_and_the_familys_own_go_together_in_one_file():
     old = adapter(shapes, "diffusion_model.")
     own = {f"diffusion_model.{path}": (path,) for path in ("patch_embedding",)}
     state = old | adapter(shapes, "", names=own)
-    assert len(files.fit(files.read(state), shapes).check().placed) == len(first_names(shapes)) + 1
+    assert len(files.fit(files.read(state), shapes).check().placed) == len(map_first_names(shapes)) + 1
 
 
 def test_a_file_for_another_architecture_says_which_it_looks_like():
@@ -225,7 +225,7 @@ def test_a_file_for_another_architecture_says_which_it_looks_like():
 def test_a_model_within_another_has_its_familys_names():
     shapes = {f"core.inner.{path}": (shape[0], 3, *shape[2:]) for path, shape in layers("Krea2Transformer2DModel").items()}
     state = adapter(shapes, "diffusion_model.")
-    assert len(files.fit(files.read(state), shapes).check().placed) == len(first_names(shapes))
+    assert len(files.fit(files.read(state), shapes).check().placed) == len(map_first_names(shapes))
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda t: f"{t['tool']} {t['model']} {t['start']}")

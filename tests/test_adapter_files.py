@@ -17,7 +17,7 @@ from torch import nn
 
 import fxplug
 from fxplug.adapters import files
-from fxplug.adapters.layer_names import first_names
+from fxplug.adapters.layer_names import map_first_names
 from fxplug.core.errors import ArtifactError, SpecError
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets" / "adapters"
@@ -348,7 +348,7 @@ XL = {
 
 def test_the_first_names_of_a_unet():
     shapes = layers(small_xl())
-    names = first_names(shapes)
+    names = map_first_names(shapes)
     assert sorted(path for (path,) in names.values()) == sorted(shapes)  # each layer has one
     assert {old: names[dotted][0] for dotted in names if (old := dotted.replace(".", "_")) in XL} == XL
     state = {}
@@ -370,7 +370,7 @@ def test_the_first_names_are_what_diffusers_makes_of_them():
 
     shapes = layers(small_xl())
     state = {}
-    for name, (path,) in first_names(shapes).items():
+    for name, (path,) in map_first_names(shapes).items():
         if "attentions" in path and len(shapes[path]) == 2:
             key = f"lora_unet_{name.replace('.', '_')}"
             state[f"{key}.lora_down.weight"] = torch.randn(2, shapes[path][1])
@@ -379,7 +379,7 @@ def test_the_first_names_are_what_diffusers_makes_of_them():
     same_as_diffusers(state, shapes, *StableDiffusionXLPipeline.lora_state_dict(dict(state), unet_config=small_xl().config))
     shapes = layers(small_flux())
     state = {}
-    for name, paths in first_names(shapes).items():
+    for name, paths in map_first_names(shapes).items():
         if re.match("(double|single)(?!.*(linear1|_norm)$)", name):  # their linear1 is of the full width only
             key = f"lora_unet_{name.replace('.', '_')}"
             state[f"{key}.lora_down.weight"] = torch.randn(2, shapes[paths[0]][1])

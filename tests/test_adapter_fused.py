@@ -10,7 +10,7 @@ import zoo
 
 import fxplug
 from fxplug.adapters import files
-from fxplug.adapters.layer_names import FUSED, fused_names
+from fxplug.adapters.layer_names import FUSED, map_fused_names
 from fxplug.core.errors import ArtifactError
 
 FAMILIES = [
@@ -45,7 +45,7 @@ def test_files_fit_the_fused_and_the_unfused_model(name, form):
     plain, fused = copy.deepcopy(model), copy.deepcopy(model)
     fused.fuse_qkv_projections()
     made = {path for path, _ in fused.named_modules() if path.rpartition(".")[2] in FUSED}
-    rows = {one: paths for one, paths in fused_names(called).items() if one in made}
+    rows = {one: paths for one, paths in map_fused_names(called).items() if one in made}
     assert rows
     state, merged = {}, copy.deepcopy(model)
     for one, paths in list(rows.items())[:3]:

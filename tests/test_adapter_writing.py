@@ -26,10 +26,10 @@ from typer.testing import CliRunner
 import fxplug
 from fxplug.__main__ import app
 from fxplug.adapters import files
-from fxplug.adapters.contents import AdapterContents, layers_of
-from fxplug.adapters.layer_names import first_names
+from fxplug.adapters.contents import AdapterContents, list_layers
+from fxplug.adapters.layer_names import map_first_names
 from fxplug.adapters.tables import FORMATS
-from fxplug.adapters.writing import About, content
+from fxplug.adapters.writing import About, make_content
 from fxplug.core.errors import ArtifactError, SpecError
 
 INDICES = torch.arange(6).view(1, 2, 3)
@@ -337,7 +337,7 @@ def test_kohya_names_of_sdxl_are_read_by_diffusers(tmp_path):
 
     base = small_sdxl()
     new = fxplug.apply(base.gm, fxplug.load_pass("lora", at="re:.*attentions.*(to_[qkv]|proj_in)$", rank=3, slots=2))
-    names = {path: name for name, (path,) in first_names(weights(base.model)).items()}
+    names = {path: name for name, (path,) in map_first_names(weights(base.model)).items()}
     shapes = {names[path]: shape for path, shape in weights(base.model).items() if path.endswith(("to_q", "to_v", "proj_in"))}
     shapes = {name: shape for name, shape in shapes.items() if "_blocks." in name or "middle" in name}
     state = pairs(shapes, 3)
@@ -774,11 +774,11 @@ def test_numbers_that_are_none_are_not_written(tmp_path):
 
 def again(state, model, as_):
     """What a file becomes that is placed on a model's layers and written again: the tensors of the model's part."""
-    layers = layers_of(model)
+    layers = list_layers(model)
     shapes = {path: layer.shape for path, layer in layers.items()}
     placed = files.fit(files.read(state), shapes, model=lambda: shapes).check().placed
     held = AdapterContents(tuple(replace(entry, path=path) for path, entry in placed.items()))
-    return content(held, as_, About(layers, (type(model).__name__,))).tensors
+    return make_content(held, as_, About(layers, (type(model).__name__,))).tensors
 
 
 @real

@@ -526,7 +526,8 @@ def test_a_network_is_made_from_the_host_and_takes_values_from_its_middle(outer)
 @pytest.mark.parametrize("found", [True, False])
 def test_a_network_is_traced_once(outer, found, monkeypatch):
     traces = []
-    monkeypatch.setattr("fxplug.core.rewriter.networks.traced", lambda *given: traces.append(1) or graft.traced(*given))
+    trace = lambda *given: traces.append(1) or graft.trace_module(*given)  # noqa: E731
+    monkeypatch.setattr("fxplug.core.rewriter.networks.trace_module", trace)
     spec = {"use": nn.Sequential(nn.Linear(4, 4)), "args": {"input": "cond"}}
     rules = [rule(Sum, "blocks.1", port="y[0]", args=["value", "net:out"])]
     p = Pass("side", rules, inputs={"cond": {"shape": [2, 5, 4]}}, networks={"net": spec})
@@ -548,7 +549,8 @@ class Sized(nn.Module):
 @pytest.mark.parametrize("widths, most", [((8, 8), 1), ((8, 1), 5), ((32, 8), 3), ((3, 8), 4)])
 def test_sizes_that_nothing_says_are_tried(outer, widths, most, monkeypatch):
     network, traces = Sized(widths), []
-    monkeypatch.setattr("fxplug.core.rewriter.networks.traced", lambda *given: traces.append(1) or graft.traced(*given))
+    trace = lambda *given: traces.append(1) or graft.trace_module(*given)  # noqa: E731
+    monkeypatch.setattr("fxplug.core.rewriter.networks.trace_module", trace)
     spec = {"use": network, "args": {"a": "a", "b": "b"}}
     rules = [rule(Sum, "blocks.1", port="y[0]", args=["value", "net:out"])]
     few = {} if widths[0] == 8 else {"try": {f"size_{name}": [8, 32] for name in "ab"}}

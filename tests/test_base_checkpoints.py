@@ -16,7 +16,7 @@ import zoo
 from safetensors.torch import load_file, save_file
 
 import fxplug
-from fxplug.adapters.layer_names import first_names
+from fxplug.adapters.layer_names import map_first_names
 from fxplug.core.errors import FxplugError, SpecError
 from fxplug.core.models.factory import build
 from fxplug.core.models.state_dict import load_weights
@@ -52,7 +52,7 @@ def sd3():
 def original(model, more):
     """The state of a model under its family's first names, `more` being those of single tensors."""
     state, made, used = model.state_dict(), {}, set()
-    for name, paths in first_names(dict.fromkeys(key.rpartition(".")[0] for key in state)).items():
+    for name, paths in map_first_names(dict.fromkeys(key.rpartition(".")[0] for key in state)).items():
         for end in ("weight", "bias"):
             keys = [f"{path.removesuffix('~')}.{end}" for path in paths]
             if all(key in state for key in keys):

@@ -267,9 +267,9 @@ def ran(driver, *values):
     """What a block gives when it runs, held to what its graph gives."""
     plain = driver(*values)
     traced = fxplug.trace(driver, values)(*values)
-    leaves = fxplug.core.ir.containers.leaves
+    leaves = fxplug.core.ir.containers.list_leaves
     assert leaves(plain) and len(leaves(plain)) == len(leaves(traced))
-    for a, b in zip(fxplug.core.ir.containers.leaves(plain), fxplug.core.ir.containers.leaves(traced), strict=True):
+    for a, b in zip(fxplug.core.ir.containers.list_leaves(plain), fxplug.core.ir.containers.list_leaves(traced), strict=True):
         assert torch.equal(a, b)
     return plain
 

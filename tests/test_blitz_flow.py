@@ -20,7 +20,7 @@ from zhijian.manual import LINES, MLPAddin
 
 import fxplug
 from fxplug.core.errors import FxplugError, SpecError
-from fxplug.core.spec.schema import schema
+from fxplug.core.spec.schema import make_schema
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_a_configuration_has_entries_as_lines(tmp_path):
 
 
 def test_the_schema_knows_lines():
-    made = schema()["properties"]["passes"]["items"]["anyOf"][1]["properties"]["blitz"]
+    made = make_schema()["properties"]["passes"]["items"]["anyOf"][1]["properties"]["blitz"]
     assert list(made["properties"]) == ["line", "addin", "name", "lr", "weight_decay", "train", "expect"]
     assert made["required"] == ["line", "addin"] and made["additionalProperties"] is False
 

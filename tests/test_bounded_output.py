@@ -16,8 +16,8 @@ import unets
 from torch import nn
 
 import fxplug
-from fxplug.core.capture.fake_tensors import quiet
-from fxplug.core.errors import LONGEST, FxplugError, brief, outline
+from fxplug.core.capture.fake_tensors import silence_torch
+from fxplug.core.errors import LONGEST, FxplugError, cut_lines, format_brief
 from fxplug.core.torch_internals import FAKE_TENSOR_LOG
 
 MOST = 2000  # bytes of a text
@@ -103,7 +103,7 @@ def test_every_dataclass_that_public_functions_return_is_short():
             continue
         for kind in vars(importlib.import_module(found.name)).values():
             own = isinstance(kind, type) and kind.__module__ == found.name and dataclasses.is_dataclass(kind)
-            if own and vars(kind).get("__repr__") is fxplug.core.errors.brief_fields:
+            if own and vars(kind).get("__repr__") is fxplug.core.errors.format_fields:
                 value = object.__new__(kind)
                 for field in dataclasses.fields(kind):
                     object.__setattr__(value, field.name, BIG)
@@ -125,7 +125,7 @@ def test_every_dataclass_that_public_functions_return_is_short():
     ],
 )
 def test_values_in_few_words(value, text):
-    assert brief(value) == text
+    assert format_brief(value) == text
 
 
 def test_a_value_whose_text_fails_is_named():
@@ -137,14 +137,14 @@ def test_a_value_whose_text_fails_is_named():
         shape = property(lambda self: 1 / 0)
         dtype = None
 
-    assert "Odd" in brief(Odd()) and "Shape" in brief(Shape())
+    assert "Odd" in format_brief(Odd()) and "Shape" in format_brief(Shape())
 
 
 def test_a_long_text_loses_its_middle():
     text = "\n".join(f"line {i}" for i in range(5000))
-    assert outline("short") == "short"
-    assert outline(text).startswith("line 0\n") and outline(text).endswith("line 4999") and len(outline(text)) <= LONGEST
-    assert len(outline("x" * 10**6)) <= LONGEST
+    assert cut_lines("short") == "short"
+    assert cut_lines(text).startswith("line 0\n") and cut_lines(text).endswith("line 4999") and len(cut_lines(text)) <= LONGEST
+    assert len(cut_lines("x" * 10**6)) <= LONGEST
 
 
 @pytest.mark.parametrize("wrong", [BIG, LONG, torch.zeros(300, 300), "x" * 10**5], ids=["dict", "list", "tensor", "text"])
@@ -182,7 +182,7 @@ def test_only_the_thread_that_traces_is_quiet(caplog):
     log = logging.getLogger(FAKE_TENSOR_LOG)
     before = (log.level, list(log.filters))
     with caplog.at_level(logging.DEBUG, logger=FAKE_TENSOR_LOG):
-        with quiet(), quiet():
+        with silence_torch(), silence_torch():
             log.error("mine")
             other = threading.Thread(target=log.error, args=("another's",))
             other.start()

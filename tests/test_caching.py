@@ -17,7 +17,7 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.core.ir.containers import leaves
+from fxplug.core.ir.containers import list_leaves
 from fxplug.lowerings.regions.nested import nest
 from fxplug.parallel.runtime.pretended import pretended
 from fxplug.step_cache.cache import StepCache
@@ -119,11 +119,11 @@ def run(module, base, **more):
 
 
 def same(one, two):
-    return all(map(torch.equal, leaves(one), leaves(two)))
+    return all(map(torch.equal, list_leaves(one), list_leaves(two)))
 
 
 def close(one, two):
-    for a, b in zip(leaves(one), leaves(two), strict=True):
+    for a, b in zip(list_leaves(one), list_leaves(two), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -188,7 +188,7 @@ def test_deepcache_computes_what_its_paper_computes():
 def test_a_gauged_step_is_decided_behind_the_first_block(name):
     base, _, cache = cached(name)
     gauges, carried = run(cache.first, base)
-    assert all(isinstance(v, torch.Tensor) for v in leaves((gauges, carried)))  # sizes are read again, not carried
+    assert all(isinstance(v, torch.Tensor) for v in list_leaves((gauges, carried)))  # sizes are read again, not carried
     assert not any("blocks_1" in n or "single_transformer" in n for n in computed(cache.first.graph))
     with torch.no_grad():
         result, kept = cache.rest(**carried)
@@ -378,7 +378,7 @@ def test_a_polynomial_is_fitted_to_what_is_measured():
             run(cache, one)
     assert cache.counts["full"] == len(calls) and len(changes) == len(calls) - 1
     for (move, turn), one, then in zip(changes, calls[1:], calls, strict=False):
-        pairs = [(entered(base, c), leaves(run(base.gm, c))[0]) for c in (one, then)]
+        pairs = [(entered(base, c), list_leaves(run(base.gm, c))[0]) for c in (one, then)]
         for got, now, old in zip((move, turn), *pairs, strict=True):
             assert got == pytest.approx(((now - old).abs().sum() / old.abs().sum()).item(), rel=1e-4)
     policy = TeaCache.fitted(changes, 0.2, degree=2, steps=9)

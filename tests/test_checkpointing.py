@@ -57,7 +57,7 @@ def step(module, args, kwargs):
     torch.manual_seed(3)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = module(*args, **kwargs)
-    fxplug.core.ir.containers.leaves(out)[0].square().sum().backward()
+    fxplug.core.ir.containers.list_leaves(out)[0].square().sum().backward()
     grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
     return sum(size for key, size in seen.items() if key not in own), grads
 

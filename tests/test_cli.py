@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 
 import fxplug
 from fxplug.__main__ import app
-from fxplug.core.flow import saved_config
-from fxplug.core.spec.pass_file import shipped
+from fxplug.core.flow import read_saved_config
+from fxplug.core.spec.pass_file import list_shipped
 from fxplug.core.spec.train_section import Export
 from fxplug.exports.exporter import FORMATS, FREE
 
@@ -168,7 +168,7 @@ def test_show():
 
 def test_passes():
     text = run("passes")
-    assert [line.split()[0] for line in text.splitlines()] == list(shipped("passes"))
+    assert [line.split()[0] for line in text.splitlines()] == list(list_shipped("passes"))
     text = run("passes", "replace")
     assert text.splitlines()[0].startswith("Another module") and re.search(r"  with +required +a class of torch.nn", text)
     Path("mine.yaml").write_text("params: {at: a}\nrules: [{match: {path: $at}, use: 'a:B'}]")
@@ -215,7 +215,7 @@ def test_an_older_section_export_does_not_stand_in_the_way():
     run("rewrite", "c.yaml", "--out", "out", "--no-verify")
     old = fxplug.load("out")
     for section, finding in ({"opset": 17}, None), ({"to": 3}, "config.yaml: export.to: must be one of pt2, aoti, onnx, not 3"):
-        fxplug.save(old, "old", config={**saved_config("out"), "export": section})
+        fxplug.save(old, "old", config={**read_saved_config("out"), "export": section})
         if finding:
             assert finding in refused("export", "old")
         run("export", "old", "--to", "pt2")
@@ -338,12 +338,12 @@ def test_progress_goes_to_stderr_when_something_takes_longer_than_a_second(capsy
     from fxplug.core.cli import verbs as cli
 
     monkeypatch.setattr(cli, "PATIENCE", 60)
-    with cli.progress("quick"):
+    with cli.show_progress("quick"):
         pass
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr(cli, "PATIENCE", 0)
     text = ""
-    with cli.progress("slow"):
+    with cli.show_progress("slow"):
         while not text:
             text = capsys.readouterr().err
     shown = capsys.readouterr()

@@ -7,7 +7,7 @@ import math
 import pytest
 from comfyui_layers import DATA, ENDS, layers_in_comfyui, of_all_layers
 
-from fxplug.adapters.file_layouts import model_of
+from fxplug.adapters.file_layouts import read_model
 
 # kohya's tools have diffusers' names for Stable Diffusion 1, and ComfyUI takes these, too (comfy/utils.py, unet_to_diffusers)
 CASES = [("comfy", family) for family in DATA] + [("kohya", family) for family in DATA if family != "sd1"]
@@ -15,7 +15,7 @@ CASES = [("comfy", family) for family in DATA] + [("kohya", family) for family i
 
 @pytest.mark.parametrize(("as_", "family"), CASES)
 def test_each_key_is_a_layer_of_comfyuis(as_, family):
-    made = of_all_layers(model_of(None, family), as_)
+    made = of_all_layers(read_model(None, family), as_)
     assert all(ENDS.search(key) for key in made.tensors) and not made.left_out
     found = {ENDS.sub("", key) for key in made.tensors}
     own = layers_in_comfyui(family)

@@ -13,10 +13,10 @@ from fxplug.core.ir.comparison import (
     Outcome,
     Tolerance,
     describe_difference,
-    difference,
-    distance,
-    equal,
     is_close,
+    is_equal,
+    measure_difference,
+    measure_distance,
     run,
 )
 from fxplug.core.rewriter.probe import GraphRun
@@ -37,7 +37,7 @@ def test_a_row_allows_what_it_says_and_no_more(name):
     of_largest, of_number = row.shares(wanted)
     allowed = of_number * wanted + of_largest * 2
     assert is_close(wanted, wanted + 0.99 * allowed, row) and not is_close(wanted, wanted - 1.01 * allowed, row)
-    assert difference(wanted, wanted + allowed / 2, row).times == pytest.approx(0.5)
+    assert measure_difference(wanted, wanted + allowed / 2, row).times == pytest.approx(0.5)
     small = torch.tensor([1e-6, 1.0])  # a number near 0 is held to the largest, or to itself
     assert is_close(small, torch.tensor([2e-6, 1.0]), row) is (of_number == 0)
 
@@ -54,7 +54,7 @@ def test_zero_stands_for_nan_where_kernels_of_attention_are_compared_only(name):
     assert is_close(nan, nan.clone(), row)
     assert is_close(nan, torch.tensor([1.0, 0.0]), row) is row.zero_for_nan is (name in ("RESULT", "WITHIN", "COMPILED"))
     assert not is_close(nan, torch.tensor([1.0, 2.0]), row) and not is_close(torch.tensor([1.0, 0.0]), nan, row)
-    assert distance(torch.tensor([math.inf]), torch.tensor([-math.inf])) == math.inf
+    assert measure_distance(torch.tensor([math.inf]), torch.tensor([-math.inf])) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_zero_stands_for_nan_where_kernels_of_attention_are_compared_only(name):
     ],
 )
 def test_what_is_equal_differs_in_nothing(a, b):
-    assert equal(a, b) is (describe_difference(a, b) is None)
+    assert is_equal(a, b) is (describe_difference(a, b) is None)
 
 
 # --- calls
@@ -120,7 +120,7 @@ def _run(keep=True, inner=3):
 def test_a_run_gives_each_node_with_its_value():
     steps = _run()
     names = {node.name: value for node, value in steps}
-    assert list(names) == [node.name for node in steps.graph.nodes] and equal(names["add"], torch.full((2, 3), 2.0))
+    assert list(names) == [node.name for node in steps.graph.nodes] and is_equal(names["add"], torch.full((2, 3), 2.0))
     result = _run().finish()
     assert type(result) is list and type(result[1]) is dict, "plain containers, as the code gives"
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from fxplug.core.errors import SpecError
 from fxplug.core.spec.model_section import Constant, ModelSpec, Tensor
-from fxplug.core.spec.pass_file import open_pass, shipped
+from fxplug.core.spec.pass_file import list_shipped, open_pass
 from fxplug.core.spec.rules import check_common
-from fxplug.core.spec.run_config import check_settings, load_config, resolved
-from fxplug.core.spec.schema import SECTIONS, parameters, schema
+from fxplug.core.spec.run_config import check_settings, load_config, resolve
+from fxplug.core.spec.schema import SECTIONS, list_parameters, make_schema
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_paths_are_relative_to_the_file():
     config = load_config(write("model: m\nweights: w.pth\npasses: [gate.yaml]", "sub/c.yaml"))
     assert config.passes[0].name == "gate" and config.weights.find(config.base) == Path("sub/w.pth").resolve()
     same = load_config({"model": "m", "weights": Path("w.pth"), "passes": ("gate.yaml",)}, base="sub")
-    assert resolved(same) == resolved(config)
+    assert resolve(same) == resolve(config)
 
 
 @pytest.mark.parametrize(
@@ -391,9 +391,9 @@ def test_set_leaves_a_mapping_as_it_was():
 def test_resolved_can_be_loaded_again():
     write(GATE, "own/gate.yaml")
     config = load_config(write(FULL), ["seed=3"])
-    first = resolved(config)
+    first = resolve(config)
     again = load_config(json.loads(json.dumps(first)), base=config.base)
-    assert resolved(again) == first and again.passes == config.passes and again.inputs == config.inputs
+    assert resolve(again) == first and again.passes == config.passes and again.inputs == config.inputs
     assert first["passes"][2]["./own/gate.yaml"] == {
         "at": "**", "name": "gate", "lr": None, "weight_decay": None, "train": True, "expect": None
     }  # fmt: skip
@@ -440,16 +440,16 @@ trains = st.fixed_dictionaries(
 )
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_resolved_is_a_fixed_point(data):
-    first = resolved(load_config(data))
-    assert resolved(load_config(json.loads(json.dumps(first)))) == first
+    first = resolve(load_config(data))
+    assert resolve(load_config(json.loads(json.dumps(first)))) == first
     assert load_config(first).inputs == load_config(data).inputs
 
 
 def test_schema_knows_the_shipped_passes():
-    made = schema()
+    made = make_schema()
     json.dumps(made)
     one = made["properties"]["passes"]["items"]["anyOf"][1]["properties"]
-    assert set(one) == set(shipped("passes"))
+    assert set(one) == set(list_shipped("passes"))
     rank = one["lora"]["properties"]["rank"]
     assert (rank["type"], rank["default"], rank["examples"]) == ("integer", 8, [16])
     assert rank["description"] == "The rank of the update. Default: 8. Example: 16."
@@ -458,7 +458,7 @@ def test_schema_knows_the_shipped_passes():
 
 
 def test_every_key_of_the_schema_is_explained_with_default_and_example():
-    found = list(properties(schema(), "configuration"))
+    found = list(properties(make_schema(), "configuration"))
     assert len(found) > 550 and {"default" in value for _, value in found} == {True, False}
     for path, value in found:
         said = value["description"]
@@ -509,10 +509,10 @@ def test_the_examples_of_a_section_are_taken(section):
             check_settings(section, given, name.lower())
 
 
-@pytest.mark.parametrize("name", shipped("passes"))
+@pytest.mark.parametrize("name", list_shipped("passes"))
 def test_the_examples_of_a_pass_are_taken(name):
     draft = open_pass(name)
-    for key, _, text, example in parameters(draft):
+    for key, _, text, example in list_parameters(draft):
         assert text
         if key in draft.params and not draft.maker:
             given = {k: "x" for k, default in draft.params.items() if default == "$required" and k != key}
@@ -521,7 +521,7 @@ def test_the_examples_of_a_pass_are_taken(name):
             check_common({key: example})
 
 
-@pytest.mark.parametrize("name", shipped("configs"))
+@pytest.mark.parametrize("name", list_shipped("configs"))
 def test_shipped_configurations(name):
     config = load_config(name)
-    assert resolved(load_config(resolved(config), base=config.base)) == resolved(config)
+    assert resolve(load_config(resolve(config), base=config.base)) == resolve(config)

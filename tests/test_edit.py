@@ -55,7 +55,7 @@ def net():
 
 
 def flat(value):
-    return fxplug.core.ir.containers.leaves(value)
+    return fxplug.core.ir.containers.list_leaves(value)
 
 
 def same(a, b):

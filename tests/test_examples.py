@@ -20,7 +20,7 @@ from sweeps import sweep
 
 import fxplug
 from fxplug.compat.hcp.convert_file import convert
-from fxplug.core.spec.pass_file import shipped
+from fxplug.core.spec.pass_file import list_shipped
 from fxplug.core.spec.yaml_source import parse_yaml, read_yaml
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -260,7 +260,7 @@ def test_fashion(tmp_path):
     assert (tmp_path / "samples.png").is_file()
 
 
-@sweep("name", [name for name in shipped("configs") if "/" not in name], "quickstart", "vit_lora")  # recipes: test_recipes
+@sweep("name", [name for name in list_shipped("configs") if "/" not in name], "quickstart", "vit_lora")  # recipes: test_recipes
 def test_shipped_configurations_find_their_sites(name):
     result = fxplug.rewrite(name, dry_run=True, verify=False)
     assert {n: len(sites) for n, sites in result.sites.items()} == {

@@ -19,8 +19,8 @@ from torch import nn
 
 import fxplug
 from fxplug.core import writing
-from fxplug.core.reading import about
-from fxplug.core.writing import new_file
+from fxplug.core.reading import make_reporter
+from fxplug.core.writing import replace_file
 from fxplug.exports import exporter
 from fxplug.exports.exporter import export
 
@@ -190,7 +190,7 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
 
     def write(text: bytes) -> None:
         for _ in range(25):
-            with new_file(target, about(target)) as name:
+            with replace_file(target, make_reporter(target)) as name:
                 name.write_bytes(text)
             if target.read_bytes() not in texts:
                 torn.append(text[:1])
@@ -223,14 +223,14 @@ def test_a_process_that_ends_in_the_middle(tmp_path: Path, number: signal.Signal
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         assert Path(process.stdout.readline().strip()).is_dir()
-        with writing.folder(".model.pt2.exporting-", tmp_path):
+        with writing.open_temporary_folder(".model.pt2.exporting-", tmp_path):
             assert len(list(tmp_path.iterdir())) == 2  # one that is in use is left alone
         process.send_signal(number)
         assert process.wait() != 0
     left = [p.name for p in tmp_path.iterdir()]
     assert len(left) == (number is signal.SIGKILL)
     (tmp_path / ".model.pt2.backup").mkdir()  # somebody else's
-    with writing.folder(".model.pt2.exporting-", tmp_path) as work:
+    with writing.open_temporary_folder(".model.pt2.exporting-", tmp_path) as work:
         assert sorted(tmp_path.iterdir()) == sorted([tmp_path / ".model.pt2.backup", work])
 
 
@@ -239,12 +239,12 @@ def test_a_handler_of_the_programs_own_stays() -> None:
 
     before = signal.signal(signal.SIGTERM, handler)
     try:
-        with writing.ended_by_exceptions():
+        with writing.raise_on_sigterm():
             assert signal.getsignal(signal.SIGTERM) is handler
         assert signal.getsignal(signal.SIGTERM) is handler
     finally:
         signal.signal(signal.SIGTERM, before)
-    with writing.ended_by_exceptions():
+    with writing.raise_on_sigterm():
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 

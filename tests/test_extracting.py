@@ -107,7 +107,7 @@ def test_files_are_read_layer_by_layer(tmp_path):
     tuned = {key: value + (0.1 if key == "blocks.3.weight" else 0) for key, value in base.items()}
     save_file(base, tmp_path / "base.safetensors")
     save_file(tuned, tmp_path / "tuned.safetensors")
-    live, most, read = 0, 0, weight_files.tensors
+    live, most, read = 0, 0, weight_files.read_tensors
 
     def counted(*args, **options):
         nonlocal live, most
@@ -123,7 +123,7 @@ def test_files_are_read_layer_by_layer(tmp_path):
         live -= size
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_files, "tensors", counted)
+        patch.setattr(weight_files, "read_tensors", counted)
         found = fxplug.extract(tmp_path / "base.safetensors", tmp_path / "tuned.safetensors", rank=1)
     assert list(found.errors) == ["blocks.3"] and found.same == 63
     assert most <= 4 * 128 * 128 * 4, most

@@ -14,7 +14,7 @@ from test_caching import changed, close, pixart, run, same
 
 import fxplug
 from fxplug.blocks.windowed_attention import windowed
-from fxplug.core.ir.containers import leaves
+from fxplug.core.ir.containers import list_leaves
 from fxplug.core.torch_internals import tensors as kernels
 from fxplug.step_cache.attention_forms import METHODS
 from fxplug.step_cache.fast_attention import FastAttention
@@ -65,7 +65,7 @@ def test_a_window_computes_what_it_says():
     query = torch.randn(1, 2, 64, 4)
 
     def flops(window):
-        with kernels.flop_counter() as counter:
+        with kernels.make_flop_counter() as counter:
             windowed(query, query, query, window)
         return counter.get_total_flops()
 
@@ -162,7 +162,7 @@ def test_a_row_may_differ_from_place_to_place():
 def flops(fast, calls):
     found = []
     for one in calls:
-        with kernels.flop_counter() as counter:
+        with kernels.make_flop_counter() as counter:
             run(fast, one)
         found.append(counter.get_total_flops())
     return found
@@ -223,7 +223,7 @@ def test_no_threshold_leaves_all_in_full(model):
 def test_thresholds_buy_work_for_difference(model):
     base, new = marked(model=model)
     calls = [changed(base, by) for by in (0.0, 0.1, 0.2)]
-    want = [leaves(run(base.gm, one))[0] for one in calls]
+    want = [list_leaves(run(base.gm, one))[0] for one in calls]
     plain, work, off = sum(flops(base.gm, calls)), [], []
     for threshold in (0.001, 0.03, 2.0):
         fast = FastAttention(new, clock=None)
@@ -232,7 +232,7 @@ def test_thresholds_buy_work_for_difference(model):
         for a, one in zip(found, calls, strict=True):
             close(run(again, one), a)
         work.append(sum(flops(FastAttention(new, fast.schedule, clock=None), calls)))
-        off.append(max(float((leaves(f)[0] - w).abs().sum() / w.abs().sum()) for f, w in zip(found, want, strict=True)))
+        off.append(max(float((list_leaves(f)[0] - w).abs().sum() / w.abs().sum()) for f, w in zip(found, want, strict=True)))
     assert work == sorted(work, reverse=True) and plain > work[-1] == min(work)
     assert off[0] < 0.002 and off[-1] == max(off) and all(m == "step" for row in fast.schedule[1:] for m in row.values())
 
@@ -276,7 +276,7 @@ def test_processes_find_one_schedule():
     one = find(new)
     first, second = pretended(plan.ways, lambda rank: find(par))
     assert first[0] == second[0] and not first[2] and one[2]  # of parts of tokens there is no window
-    for a, b in zip(leaves(first[1]), leaves(second[1]), strict=True):
+    for a, b in zip(list_leaves(first[1]), list_leaves(second[1]), strict=True):
         assert torch.equal(a, b)
     fast = FastAttention(new, first[0], clock=None)
     for out, call in zip(first[1], calls, strict=True):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxplug
-from fxplug.core.ir.regions import regions_of
+from fxplug.core.ir.regions import find_regions
 
 
 def tensors(value):
@@ -47,7 +47,7 @@ def hooked(model, names, args, kwargs):
 
 def addresses(gm):
     """Every region that has values, in both modes."""
-    views = regions_of(gm)
+    views = find_regions(gm)
     first = [key for key in views[0].ran if "@" not in key and all(key in view.by_key for view in views)]
     found = [key for key in first if all(view.out_ports(view.by_key[key]) for view in views)]
     return found + [f"{key}:in" for key in first if all(view.in_ports(view.by_key[key]) for view in views)]

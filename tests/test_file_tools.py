@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import fxplug
 from fxplug.__main__ import app
 from fxplug.adapters import file_layouts
-from fxplug.adapters.contents import layers_of
+from fxplug.adapters.contents import list_layers
 from fxplug.adapters.files import fit, read
 from fxplug.core.errors import ArtifactError, SpecError
 
@@ -319,7 +319,7 @@ def test_sizes_that_are_none(tmp_path):
 
 def of(source, model):
     """The change of each layer of a model by a file."""
-    shapes = {path: layer.shape for path, layer in layers_of(model).items()}
+    shapes = {path: layer.shape for path, layer in list_layers(model).items()}
     return {path: entry.update(shapes[path]) for path, entry in fit(read(source), shapes).check().placed.items()}
 
 
@@ -364,7 +364,7 @@ def test_layers_that_are_one_there_are_joined_in_its_order(as_, tmp_path):
     model = flux()
     torch.manual_seed(0)
     state = {}
-    for n, (path, layer) in enumerate(sorted(layers_of(model).items())):
+    for n, (path, layer) in enumerate(sorted(list_layers(model).items())):
         state[f"transformer.{path}.lora_A.weight"] = torch.randn(1 + n % 3, layer.shape[1])
         state[f"transformer.{path}.lora_B.weight"] = torch.randn(layer.shape[0], 1 + n % 3)
     done = fxplug.convert_adapter(state, tmp_path / "out.safetensors", as_=as_, model=model)
@@ -497,7 +497,7 @@ def test_a_family_has_its_published_sizes(family, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", file_layouts.FAMILIES)
 def test_a_family_is_told_by_names_and_shapes(family, tmp_path):
-    about = file_layouts.model_of(None, family)
+    about = file_layouts.read_model(None, family)
     ends = ("attn2.to_k", ".attn.to_q", "attention.to_q", ".norm.linear")
     path, layer = next((path, layer) for path, layer in about.layers.items() if path.endswith(ends))
     part = "unet" if "UNet" in about.classes[0] else "transformer"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxplug.core.errors import ArtifactError, TrainError
-from fxplug.core.reading import about, check_format
+from fxplug.core.reading import check_format, make_reporter
 from fxplug.training import checkpoint
 
 
@@ -25,10 +25,10 @@ from fxplug.training import checkpoint
 )
 def test_what_is_refused(manifest, finding):
     with pytest.raises(ArtifactError) as raised:
-        check_format(manifest, 3, about("f"))
+        check_format(manifest, 3, make_reporter("f"))
     assert str(raised.value) == finding
-    check_format({"format": 1}, 3, about("f"))
-    check_format({"format": 3}, 3, about("f"))
+    check_format({"format": 1}, 3, make_reporter("f"))
+    check_format({"format": 3}, 3, make_reporter("f"))
 
 
 def test_a_checkpoint_of_a_later_format(tmp_path):

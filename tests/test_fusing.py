@@ -101,7 +101,7 @@ def test_a_bank_mixes_samples_in_one_product(shape, batch_dim, dtype):
     x = torch.randn(shape, dtype=dtype)
     rows = torch.tensor([[1, 0, 0], [0.5, 0, 0.25], [0.5, 0, 0.25], [0, 0, 0]]).repeat_interleave(2, 1)
     found = operators.bank_linear(x, weight, bias, down, up, rows, 3, batch_dim)
-    hidden = low_rank.gated(F.linear(x, down), rows, batch_dim)
+    hidden = low_rank.apply_gates(F.linear(x, down), rows, batch_dim)
     expected = F.linear(x, weight, bias) + F.linear(hidden, up)
     close = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(found, expected, rtol=close, atol=10 * close)

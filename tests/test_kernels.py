@@ -21,7 +21,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 def proved(program, *how, **environment):
     """Runs one of the programs beside this file, in a process of its own: Triton asks how it runs when it is imported."""
-    if core.installed("triton") is None:
+    if core.find_version("triton") is None:
         pytest.skip("Triton is not installed")
     told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(
@@ -128,7 +128,7 @@ def test_a_cpu_runs_the_stock_form_and_says_so(options, asked):
     (None, "Triton is not installed"), ("3.7.1", "Triton 3.7.1 is older than 3.8, the oldest that is tested"),
 ])  # fmt: skip
 def test_triton_is_missing_or_old(found, reason, asked, monkeypatch):
-    monkeypatch.setattr(devices, "installed", lambda name: found)
+    monkeypatch.setattr(devices, "find_version", lambda name: found)
     stays(with_lora(), reason)
 
 
@@ -169,7 +169,7 @@ def test_devices_that_have_the_kernels(capability, hip, reason, asked, monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Device")
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(devices, "installed", lambda name: "3.8.0")
+    monkeypatch.setattr(devices, "find_version", lambda name: "3.8.0")
     assert devices.unfit(CUDA, torch.bfloat16, 16) == reason
     assert "xpu" in devices.unfit(torch.device("xpu"), torch.bfloat16, 16)
 

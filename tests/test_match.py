@@ -12,8 +12,8 @@ from torch import nn
 
 import fxplug
 from fxplug.blocks.base import Block
-from fxplug.core.ir.graph import change, copy_graph, insert, meta_of, move, replace
-from fxplug.core.ir.regions import Regions, regions_of
+from fxplug.core.ir.graph import change, copy_graph, get_meta, insert, move, replace
+from fxplug.core.ir.regions import Regions, find_regions
 from fxplug.core.rewriter.matcher import find
 from fxplug.core.spec.pass_file import Match, Pass, Rule
 
@@ -238,7 +238,9 @@ def test_operations_that_differ_between_the_modes_are_refused():
 
 
 EDITS = {
-    "insert": lambda graph, a, b: insert(graph, "call_function", torch.relu, (a,), after=a, meta=meta_of(a, "nn_module_stack")),
+    "insert": lambda graph, a, b: insert(
+        graph, "call_function", torch.relu, (a,), after=a, meta=get_meta(a, "nn_module_stack")
+    ),
     "erase": lambda graph, a, b: replace(a, a.args[0]),
     "move": lambda graph, a, b: move(b, before=a),
     "change": lambda graph, a, b: change(a, target=torch.tanh),
@@ -252,29 +254,29 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_regions_are_kept_as_long_as_a_graph_has_the_same_nodes(edit):
     gm = small.traced(small.Call(lambda x: torch.relu(x) + torch.sigmoid(x)), torch.randn(2, 3)).gm
-    (regions,), (again,) = regions_of(gm), regions_of(gm)
+    (regions,), (again,) = find_regions(gm), find_regions(gm)
     assert again.by_key is regions.by_key
     a, b = regions.by_key[""].nodes[:2]
     edit(gm.graph, a, b)
-    (now,) = regions_of(gm)
+    (now,) = find_regions(gm)
     assert now.by_key is not regions.by_key
     names = [node.name for node in Regions(copy_graph(gm.graph), gm).by_key[""].nodes]
     assert [node.name for node in now.by_key[""].nodes] == names
 
 
 def test_a_walk_that_fails_leaves_no_half_of_the_regions(net):
-    wanted = [*regions_of(net)[0].by_key]
+    wanted = [*find_regions(net)[0].by_key]
     gm = copy.deepcopy(net)
     last = next(reversed(gm.graph.nodes))
     last.meta["pass"] = {}
     with pytest.raises(KeyError):
-        regions_of(gm)
+        find_regions(gm)
     del last.meta["pass"]
-    assert [*regions_of(gm)[0].by_key] == wanted
+    assert [*find_regions(gm)[0].by_key] == wanted
 
 
 def test_modules_of_regions_are_asked_anew(net):
-    (regions,) = regions_of(net)
+    (regions,) = find_regions(net)
     path = next(path for path in regions.ran if "Linear" in regions.classes(path))
     net.set_submodule(path, nn.Identity())
-    assert regions_of(net)[0].classes(path)[0] == "Identity"
+    assert find_regions(net)[0].classes(path)[0] == "Identity"

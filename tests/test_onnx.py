@@ -27,8 +27,8 @@ from torch import nn
 
 import fxplug
 from fxplug.core.errors import ArtifactError, FxplugError, SpecError
-from fxplug.core.reading import about
-from fxplug.core.writing import new_file
+from fxplug.core.reading import make_reporter
+from fxplug.core.writing import replace_file
 from fxplug.exports import onnx_file, onnx_writer
 from fxplug.exports.onnx_file import METADATA, is_data_of, sealed
 from fxplug.exports.onnx_model import OnnxModel
@@ -336,7 +336,7 @@ def test_numbers_that_numpy_does_not_have(tmp_path):
 def test_a_mistake_in_the_translation_is_told(tmp_path, monkeypatch):
     x = torch.randn(2, 4)
     gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4)).eval(), x)
-    translated = onnx_writer.translated
+    translated = onnx_writer.translate
 
     def mistaken(*args):
         model = translated(*args)
@@ -344,7 +344,7 @@ def test_a_mistake_in_the_translation_is_told(tmp_path, monkeypatch):
         matrix.const_value = onnx_ir.tensor(np.zeros((4, 4), np.float32), name=matrix.name)
         return model
 
-    monkeypatch.setattr(onnx_writer, "translated", mistaken)
+    monkeypatch.setattr(onnx_writer, "translate", mistaken)
     with pytest.raises(FxplugError, match="the ONNX model differs from the module by .*, in result 0 for the example inputs"):
         fxplug.export(gm, tmp_path, x, to="onnx")
     assert not list(tmp_path.iterdir())
@@ -564,7 +564,7 @@ def test_an_export_that_ends_in_the_middle_leaves_the_old_model(path, tmp_path, 
         replace(source, target)
 
     def put(text):
-        with new_file(path, about(path), onnx_writer.put) as name:
+        with replace_file(path, make_reporter(path), onnx_writer.put) as name:
             name.write_text(text)
             name.with_name(onnx_file.data_name("wide.onnx", text * 16)).write_text(text)
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import fxplug
 from fxplug.blocks import Block
-from fxplug.core.ir.functions import short_name
-from fxplug.core.ir.regions import operands
+from fxplug.core.ir.functions import get_short_name
+from fxplug.core.ir.regions import list_operands
 
 
 class Ten(Block):
@@ -61,12 +61,12 @@ def test_a_port_is_one_operand(op):
     inputs = tensors(count, *shape)
     model = Call(function)
     gm = fxplug.trace(model, inputs)
-    (node,) = (n for n in gm.graph.nodes if short_name(n.target) == op)
-    read = len(operands((node.args, node.kwargs)))
+    (node,) = (n for n in gm.graph.nodes if get_short_name(n.target) == op)
+    read = len(list_operands((node.args, node.kwargs)))
     for index in range(read):
         new = fxplug.apply(gm, at(op, place="before", port=f"x[{index}]"))
         changed = next(n for n in new.graph.nodes if n.name == node.name)
-        given = operands((changed.args, changed.kwargs))
+        given = list_operands((changed.args, changed.kwargs))
         assert ["pass" in n.meta for n in given] == [i == index for i in range(read)]
         new(*inputs)
     with pytest.raises(fxplug.MatchError, match=rf"has no tensor 'x\[{read}\]'; it reads x\[0\]"):

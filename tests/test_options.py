@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 
 from fxplug.core.errors import SpecError
-from fxplug.core.spec.pass_file import accepted_arguments, check_options
+from fxplug.core.spec.pass_file import check_options, get_arguments
 
 
 class Made:
@@ -22,11 +22,11 @@ class Free:
 
 
 def test_what_is_taken():
-    found = accepted_arguments(Made, given=1)
+    found = get_arguments(Made, given=1)
     assert found.names == ("alpha", "scale") and found.required == ("rank", "alpha") and not found.free
-    assert accepted_arguments(functools.partial(Made, 1, 2, 3)).names == ("scale",)
-    assert accepted_arguments(Free).free and accepted_arguments(Free, leave=("host",)).required == ()
-    assert accepted_arguments(type("C", (deque,), {})).names == accepted_arguments(dict).names == ()  # these show no signature
+    assert get_arguments(functools.partial(Made, 1, 2, 3)).names == ("scale",)
+    assert get_arguments(Free).free and get_arguments(Free, leave=("host",)).required == ()
+    assert get_arguments(type("C", (deque,), {})).names == get_arguments(dict).names == ()  # these show no signature
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import fxplug
 from fxplug.blocks.lora import Lora
-from fxplug.core.ir.containers import leaves
+from fxplug.core.ir.containers import list_leaves
 from fxplug.lowerings.regions.submodules import originals, outline
 
 UNET = ["**.resnets.*", "**.attentions.*"]
@@ -41,7 +41,7 @@ def run(module, gm, base, call=None):
         parameter.grad = None
     torch.manual_seed(3)
     args, kwargs = ((), call) if call else (base.args, base.kwargs)
-    out = [x for x in leaves(module(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+    out = [x for x in list_leaves(module(*args, **kwargs)) if isinstance(x, torch.Tensor)]
     sum(x.square().mean() for x in out).backward()
     grads = {k: None if p.grad is None else p.grad.clone() for k, p in gm.named_parameters()}
     after = {k: v.clone() for k, v in gm.state_dict().items()}

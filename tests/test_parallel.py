@@ -19,7 +19,7 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.core.ir.comparison import distance
+from fxplug.core.ir.comparison import measure_distance
 from fxplug.parallel.planning.streams import OperationRefused
 from fxplug.parallel.planning.trials import ShardTrials
 from fxplug.parallel.runtime import layouts
@@ -338,7 +338,7 @@ def test_collectives_are_nodes_of_a_pass_that_is_saved(ways, name, tmp_path):
     given = own_inputs(3, 12, 8)
     want = gm(*given)
     for out in pretended(plan.ways, lambda rank: again(*given)):
-        assert distance(want, out) < CLOSE
+        assert measure_distance(want, out) < CLOSE
 
 
 def test_one_process_has_the_graph_that_it_had():
@@ -370,9 +370,9 @@ def process(rank, folder):
     new = fxplug.parallelize(gm, plan)
     with torch.no_grad(), traffic() as sent:
         out = new(*own_inputs())
-    assert sum(sent) == plan.bytes(rank) > 0 and distance(gm(*own_inputs()), out) < CLOSE
+    assert sum(sent) == plan.bytes(rank) > 0 and measure_distance(gm(*own_inputs()), out) < CLOSE
     new = fxplug.load(folder)  # saved by one process, with no rank in it
-    assert distance(gm(*own_inputs()), new(*own_inputs())) < CLOSE
+    assert measure_distance(gm(*own_inputs()), new(*own_inputs())) < CLOSE
     with pytest.raises(fxplug.SpecError, match="the plan is for 2 processes .ulysses 2., and there are 4"):
         fxplug.parallelize(gm, fxplug.parallel_plan(gm, own_inputs(), ulysses=2, check=False))
     losses, weights = learn(new)
@@ -409,7 +409,7 @@ def compiled_serves(ways, backend):
             for name, tensor in gm.state_dict().items():
                 if name.startswith("lora.") and tensor.is_floating_point():  # another adapter in the slots
                     tensor.normal_(generator=torch.Generator().manual_seed(index))
-            assert distance(gm(*own_inputs(*size)), compiled(*own_inputs(*size))) < CLOSE
+            assert measure_distance(gm(*own_inputs(*size)), compiled(*own_inputs(*size))) < CLOSE
 
 
 @pytest.mark.slow
@@ -597,7 +597,7 @@ def test_fewer_samples_than_processes_are_computed_whole():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for out in pretended(both.ways, lambda rank: both.written(x, step)):
-            assert distance(gm(x, step), out) < CLOSE
+            assert measure_distance(gm(x, step), out) < CLOSE
 
 
 def test_fewer_samples_than_processes_are_refused_where_one_draws_for_all():

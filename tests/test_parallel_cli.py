@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import fxplug
 from fxplug.__main__ import app
 from fxplug.core.cli.pages import SMALL
-from fxplug.core.spec.pass_file import open_pass, shipped
+from fxplug.core.spec.pass_file import list_shipped, open_pass
 from fxplug.parallel import processes as cli_processes
 from fxplug.parallel.comparison import check_pretended, degrees_of, pretending
 from fxplug.parallel.plan_options import STEP_KEYS, WAYS, PlanOptions
@@ -44,7 +44,7 @@ passes:
   - sequence_parallel: {ulysses: 2}
 """
 )
-NAMES = [name for name in shipped("passes") if "parallel" in open_pass(name).source.data]
+NAMES = [name for name in list_shipped("passes") if "parallel" in open_pass(name).source.data]
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.core.ir.comparison import distance
-from fxplug.core.ir.containers import leaves
+from fxplug.core.ir.comparison import measure_distance
+from fxplug.core.ir.containers import list_leaves
 from fxplug.parallel.runtime import layouts
 from fxplug.parallel.runtime.collectives import Split, traffic
 from fxplug.parallel.runtime.halos import Fetch, Reach
@@ -65,7 +65,7 @@ def same_as_one(model, plan, x, close=CLOSE):
 
     found = pretended(plan.ways, run)
     for out, _ in found:
-        assert distance(one, out) < close
+        assert measure_distance(one, out) < close
     most = max(float(w.abs().max()) for w in wanted if w is not None)
     for index, want in enumerate(wanted):
         if want is not None:  # the mean over the processes
@@ -248,7 +248,7 @@ def test_a_vae_in_uneven_rows_with_its_gradients(part, shape):
         if part == "decoder" or size[2] % 2 == shape[2] % 2:
             x = torch.randn(size)
             for out in pretended(plan.ways, lambda rank, x=x: plan.written(x)):
-                assert distance(model(x), out) < 2e-6
+                assert measure_distance(model(x), out) < 2e-6
 
 
 @pytest.mark.slow
@@ -309,7 +309,7 @@ def test_a_model_in_rows_is_saved_without_a_rank(tmp_path):
     again = fxplug.load(tmp_path / "saved")
     assert [n.format_node() for n in again.graph.nodes] == [n.format_node() for n in new.graph.nodes]
     for out in pretended(plan.ways, lambda rank: again(x)):
-        assert distance(gm(x), out) < 2e-6
+        assert measure_distance(gm(x), out) < 2e-6
 
 
 # --- real processes
@@ -325,14 +325,14 @@ def process(rank):
     with torch.no_grad(), traffic() as sent:
         out = new(x)
     assert sum(sent) == plan.bytes(rank) > 0
-    assert all(distance(a, b) < 2e-6 for a, b in zip(leaves(model(x)), leaves(out), strict=True))
+    assert all(measure_distance(a, b) < 2e-6 for a, b in zip(list_leaves(model(x)), list_leaves(out), strict=True))
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     wanted = torch.autograd.grad((model(x) * weights).sum(), list(model.parameters()))
     for want, got in zip(wanted, torch.autograd.grad((new(x) * weights).sum(), list(new.parameters())), strict=True):
         dist.all_reduce(got)
         assert float((got / 2 - want).abs().max()) < 1e-4 * max(1e-2, float(want.abs().max()))
     with torch.no_grad():
-        assert distance(new(x), torch.compile(new, fullgraph=True, backend="eager")(x)) < CLOSE
+        assert measure_distance(new(x), torch.compile(new, fullgraph=True, backend="eager")(x)) < CLOSE
 
 
 @pytest.mark.slow
@@ -382,7 +382,7 @@ def test_at_other_heights_rows_are_right_or_refused_by_all(kind):
         if refused:
             assert kind in SOME and height % 8 and sorted(refused) == [0, 1]
         else:
-            assert all(distance(model(x), out) < CLOSE for out in found)
+            assert all(measure_distance(model(x), out) < CLOSE for out in found)
 
 
 @sweep("seed", range(40), 0)

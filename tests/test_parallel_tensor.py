@@ -15,8 +15,8 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.core.ir.comparison import distance
-from fxplug.core.ir.containers import leaves
+from fxplug.core.ir.comparison import measure_distance
+from fxplug.core.ir.containers import list_leaves
 from fxplug.parallel.planning.trials import ShardTrials
 from fxplug.parallel.runtime.mesh import all_degrees
 from fxplug.parallel.runtime.pretended import pretended
@@ -185,7 +185,7 @@ def test_heads_and_features_in_parts(name):
     given = inputs(3, 14)
     want = gm(*given)
     for out in pretended(plan.ways, lambda rank: new(*given)):
-        assert distance(want, out) < CLOSE
+        assert measure_distance(want, out) < CLOSE
 
 
 WAYS = [{"tensor": 3}, {"tensor": 4}, {"tensor": 2, "ulysses": 2}, {"tensor": 2, "ring": 2}, {"tensor": 2, "batch": 2}]
@@ -323,14 +323,14 @@ def process(rank, folder):
     count = [sum(p.numel() for n, p in m.named_parameters() if "layers" in n and "weight" in n) for m in (gm, new)]
     assert new.layers[0].q.weight.shape == (WIDTH // 2, WIDTH) and count[1] <= 0.53 * count[0]
     assert gm.layers[0].q.weight.shape == (WIDTH, WIDTH)
-    assert distance(gm(*inputs()), new(*inputs())) < CLOSE
+    assert measure_distance(gm(*inputs()), new(*inputs())) < CLOSE
     with pytest.raises(fxplug.ArtifactError, match="this process has only its shard of .* weights, such as 'layers.0.k.bias'"):
         fxplug.save(new, folder + "/never")
     loaded = fxplug.localize(fxplug.load(folder))  # saved by one process, whole
     assert loaded.layers[0].q.weight.shape == (WIDTH // 2, WIDTH)
     compiled = torch.compile(loaded, fullgraph=True, backend="eager", dynamic=True)
     with torch.no_grad():
-        assert distance(gm(*inputs()), compiled(*inputs())) < CLOSE
+        assert measure_distance(gm(*inputs()), compiled(*inputs())) < CLOSE
     losses = learn(new)
     state = fxplug.whole_state(new)
     torch.save((losses, state), f"{folder}/{rank}.pt")
@@ -348,7 +348,7 @@ def test_two_processes_keep_half_and_learn_what_one_does(tmp_path):
         assert found == pytest.approx(losses, rel=1e-5) and losses[-1] < losses[0]
         for name, want in again.state_dict().items():
             torch.testing.assert_close(state[name], want, rtol=1e-4, atol=1e-6)
-    assert leaves(state)
+    assert list_leaves(state)
 
 
 @pytest.mark.slow

@@ -80,25 +80,26 @@ def test_a_bias_in_half_precision_is_added_by_one_process(device):
 
 
 def test_one_table_says_what_rounding_may_change():
-    from fxplug.core.ir.comparison import DTYPES, RESULT, difference, distance
+    from fxplug.core.ir.comparison import DTYPES, RESULT, measure_difference, measure_distance
 
     one = torch.linspace(0.5, 2, 64)
     for dtype, close in zip(DTYPES, RESULT.of_largest, strict=True):
         a = one.to(dtype)
-        assert difference(a, a) == (0, 0)
-        assert difference(a, (a.double() * (1 + close / 4)).to(dtype)).times < 1 < difference(a, a * (1 + 3 * close)).times
-    assert distance(one, one.double()) == distance(one, one[1:]) == distance(1, 2) == math.inf
-    assert difference((one, 3), (one, 3)).times == 0 and difference((one,), (one, one)).times == math.inf
+        assert measure_difference(a, a) == (0, 0)
+        assert measure_difference(a, (a.double() * (1 + close / 4)).to(dtype)).times < 1
+        assert measure_difference(a, a * (1 + 3 * close)).times > 1
+    assert measure_distance(one, one.double()) == measure_distance(one, one[1:]) == measure_distance(1, 2) == math.inf
+    assert measure_difference((one, 3), (one, 3)).times == 0 and measure_difference((one,), (one, one)).times == math.inf
 
 
 @pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan])
 def test_a_value_that_is_not_finite_hides_no_other(odd):
-    from fxplug.core.ir.comparison import distance
+    from fxplug.core.ir.comparison import measure_distance
 
     a = torch.tensor([1.0, 2.0, odd])
-    assert distance(a, a.clone()) == 0 and distance(a, torch.tensor([1.0, 3.0, odd])) == 0.5
-    assert distance(torch.tensor([1.0, 2.0, 0.0]), a) == math.inf
-    assert distance(a, torch.tensor([1.0, 2.0, 3.0])) == math.inf, "nothing but 0 stands for NaN"
+    assert measure_distance(a, a.clone()) == 0 and measure_distance(a, torch.tensor([1.0, 3.0, odd])) == 0.5
+    assert measure_distance(torch.tensor([1.0, 2.0, 0.0]), a) == math.inf
+    assert measure_distance(a, torch.tensor([1.0, 2.0, 3.0])) == math.inf, "nothing but 0 stands for NaN"
 
 
 def test_both_checks_allow_the_rounding_of_half_precision():

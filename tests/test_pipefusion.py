@@ -17,8 +17,8 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.core.ir.comparison import distance
-from fxplug.core.ir.containers import leaves
+from fxplug.core.ir.comparison import measure_distance
+from fxplug.core.ir.containers import list_leaves
 from fxplug.core.torch_internals import modules as pytree
 from fxplug.parallel.pipelines.deferred import DeferredTensor
 from fxplug.parallel.pipelines.entry import distances
@@ -188,7 +188,7 @@ def test_patches_are_computed_with_what_the_others_had_before():
     got, _ = image(fxplug.pipefusion(gm, inputs(), stages=2, patches=3))
     want, _ = image(reference)
     for a, b in zip(got, want, strict=True):
-        assert distance(b, a) < CLOSE
+        assert measure_distance(b, a) < CLOSE
 
 
 # --- images
@@ -271,7 +271,7 @@ def test_two_halves_of_guidance_in_one_call_or_in_two():
     with torch.no_grad():
         for t in torch.linspace(900, 100, 6):
             y = y - found(y, torch.full_like(time, float(t)), WORDS) / 6
-    assert distance(y, x) < CLOSE
+    assert measure_distance(y, x) < CLOSE
 
 
 def test_calls_that_nothing_tells_apart_run_in_one_piece():
@@ -335,7 +335,7 @@ def test_transformers_of_diffusers(name):
     gm = fxplug.trace(case.build().eval(), args, kwargs, check=False).eval()
     found = fxplug.pipefusion(gm, args, kwargs, stages=2, patches=2, clock=None)
     with torch.no_grad():
-        assert equal(leaves(found(*args, **kwargs)), leaves(gm(*args, **kwargs)))
+        assert equal(list_leaves(found(*args, **kwargs)), list_leaves(gm(*args, **kwargs)))
     assert found.check(args, kwargs) < CLOSE
 
 
@@ -553,7 +553,8 @@ def test_guidance_over_processes_and_stages_or_a_step_late(late):
         return image(one.with_options(links=links()))
 
     for got, x in pretended({**all_degrees({"batch": 2}), "stages": 2}, run):
-        assert all(distance(a, b) < CLOSE for a, b in zip(want, got, strict=True)) and distance(last, x) < 10 * CLOSE
+        assert all(measure_distance(a, b) < CLOSE for a, b in zip(want, got, strict=True))
+        assert measure_distance(last, x) < 10 * CLOSE
 
 
 def test_distances_over_patches_and_warm_up():

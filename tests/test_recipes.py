@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import fxplug
 from fxplug.__main__ import app
 from fxplug.core.errors import SpecError
-from fxplug.core.spec.pass_file import recipes, shipped
+from fxplug.core.spec.pass_file import list_shipped, recipes
 
 BACKBONES = {
     "vit": {"timm": "vit_tiny_patch16_224", "options": {"img_size": 32, "depth": 2, "num_classes": 2}},
@@ -72,7 +72,7 @@ def test_names_of_recipes_are_taken_bare(tmp_path, monkeypatch):
     config = fxplug.load_config("vit")
     assert config.base == tmp_path == fxplug.load_config("train/vit").base
     assert fxplug.load_config("vit", base=tmp_path.parent).base == tmp_path.parent
-    assert set(recipes()).isdisjoint(shipped("configs"))
+    assert set(recipes()).isdisjoint(list_shipped("configs"))
     with pytest.raises(SpecError, match="no config named 'convnet'.*did you mean 'convnext'"):
         fxplug.load_config("convnet")
     with pytest.raises(SpecError, match="no pass named 'vit'"):

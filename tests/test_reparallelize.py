@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fxplug
-from fxplug.core.ir.comparison import difference
+from fxplug.core.ir.comparison import measure_difference
 from fxplug.core.ir.graph import insert
 from fxplug.parallel.runtime.pretended import pretended
 
@@ -73,7 +73,7 @@ def same(gm, new, ways, value=None):
     with torch.no_grad():
         want = gm(value)
         for found in pretended(ways, lambda rank: new(value)):
-            assert difference(found, want).times <= 1
+            assert measure_difference(found, want).times <= 1
 
 
 @pytest.mark.parametrize("ways", WAYS, ids=str)
@@ -158,7 +158,7 @@ def process(rank):
     for name in ("lora", "second"):
         fill(one, name), fill(new, name)
     with torch.no_grad():
-        assert difference(new(x()), one(x())).times <= 1
+        assert measure_difference(new(x()), one(x())).times <= 1
     gm = traced()
     whole = weakref.ref(gm.get_submodule("up").weight)
     tensor = split(gm, {"tensor": 2})

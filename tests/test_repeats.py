@@ -9,16 +9,16 @@ import pytest
 from small import vit
 
 import fxplug
-from fxplug.core.cli.terminal import diff_texts, print_diff, print_rows
+from fxplug.core.cli.terminal import make_diff, print_diff, print_rows
 from fxplug.core.flow import saved_diff
-from fxplug.core.ir.text import counted, folded, patterns
-from fxplug.core.spec.addresses import alternatives, compile_pattern
+from fxplug.core.ir.text import find_patterns, fold_diff, summarize_diff
+from fxplug.core.spec.addresses import compile_pattern, expand_braces
 
 
 def taken(pattern: str, paths: list[str]) -> list[str]:
     """The paths that a pattern of the pass language takes, its slices counted as `at:` counts them."""
     found = []
-    for text in alternatives(pattern):
+    for text in expand_braces(pattern):
         spans = [range(int(a), int(b)) for a, b in re.findall(r"\{(\d+):(\d+)\}", text)]
         match = compile_pattern(text)
         for path in paths:
@@ -33,7 +33,7 @@ def test_patterns_stand_for_the_paths_and_no_others(seed):
     every = [f"a.{i}.b.{j}.{n}" for i in range(5) for j in range(4) for n in ("q", "k", "out.0")]
     every += [f"a.{i}.x" for i in range(9)] + ["head", "7", "8.9"]
     some = of.sample(every, of.randrange(1, len(every)))
-    found = patterns(some)
+    found = find_patterns(some)
     assert sorted(path for pattern in found for path in taken(pattern.text, every)) == sorted(some)
     assert sum(pattern.count for pattern in found) == len(some)
     assert [pattern.first for pattern in found] == sorted((pattern.first for pattern in found), key=some.index)
@@ -41,9 +41,9 @@ def test_patterns_stand_for_the_paths_and_no_others(seed):
 
 def test_alike_blocks_are_one_pattern_and_parts_that_are_patterns_themselves_are_left():
     paths = [f"blocks.{i}.attn.{name}" for i in range(28) for name in ("qkv", "proj")]
-    assert [(p.text, p.count) for p in patterns(paths)] == [("blocks.{0:28}.attn.{qkv,proj}", 56)]
-    assert [p.text for p in patterns(["a.0.b", "a.2.b", "a.{x}.b", "a.*.b"])] == ["a.{0,2}.b", "a.{x}.b", "a.*.b"]
-    assert patterns([]) == [] and [p.text for p in patterns(["a.1@1.b", "a.1@2.b"])] == ["a.{1@1,1@2}.b"]
+    assert [(p.text, p.count) for p in find_patterns(paths)] == [("blocks.{0:28}.attn.{qkv,proj}", 56)]
+    assert [p.text for p in find_patterns(["a.0.b", "a.2.b", "a.{x}.b", "a.*.b"])] == ["a.{0,2}.b", "a.{x}.b", "a.*.b"]
+    assert find_patterns([]) == [] and [p.text for p in find_patterns(["a.1@1.b", "a.1@2.b"])] == ["a.{1@1,1@2}.b"]
 
 
 def unfolded(text: str) -> list[str]:
@@ -80,7 +80,7 @@ def test_a_folded_diff_can_be_written_out_again(name, at):
     more = {"module": "GELU", "with": "ReLU"} if name == "replace" else {}
     new = fxplug.apply(gm, fxplug.load_pass(name, at=at, **more))
     text = fxplug.diff(gm, new)
-    short = folded(text)
+    short = fold_diff(text)
     assert len(short) < len(text)
     assert unfolded(short) == unfolded(text)
 
@@ -88,17 +88,17 @@ def test_a_folded_diff_can_be_written_out_again(name, at):
 def test_numbers_that_are_values_are_not_folded():
     place = "@@ -{0},2 +{0},2 @@\n-a_{0} = b_{0}.view({1}, 2)\n+p_{0} = p.{0}.X(b_{0})\n"
     text = "".join(place.format(i, 3 if i < 2 else 4) for i in range(4))
-    assert folded(text).splitlines() == [
+    assert fold_diff(text).splitlines() == [
         "@@ x2: i = {0,1} @@", "-a_{i} = b_{i}.view(3, 2)", "+p_{i} = p.{i}.X(b_{i})",
         "@@ x2: i = {2,3} @@", "-a_{i} = b_{i}.view(4, 2)", "+p_{i} = p.{i}.X(b_{i})",
     ]  # fmt: skip
-    assert counted(text, ["p", "q"]) == "4 lines put in (4 by p), 0 changed, 4 taken out"
-    assert folded("") == "" and counted("", []) == "0 lines put in, 0 changed, 0 taken out"
+    assert summarize_diff(text, ["p", "q"]) == "4 lines put in (4 by p), 0 changed, 4 taken out"
+    assert fold_diff("") == "" and summarize_diff("", []) == "0 lines put in, 0 changed, 0 taken out"
 
 
 def test_text_that_is_no_diff_of_ours_does_no_harm():
     for text in ("@@ @@", "@@ a @@\n\0\n@@ a @@\n\0", "no place", "@@ -1 +1 @@\n+a_1\0 = b\n@@ -1 +1 @@\n+a_2\0 = b\n"):
-        assert "\0" not in folded(text) and counted(text, ["a"])
+        assert "\0" not in fold_diff(text) and summarize_diff(text, ["a"])
 
 
 class Terminal(io.StringIO):
@@ -127,21 +127,21 @@ def test_a_diff_has_colours_on_a_terminal_and_its_width(terminal, monkeypatch, c
     new = fxplug.apply(gm, fxplug.load_pass("lora", at="blocks.*.attn.qkv"))
     text = fxplug.diff(gm, new)
     shown = terminal(60)
-    print_diff(diff_texts(text, new, False), False)
+    print_diff(make_diff(text, new, False), False)
     lines = shown.getvalue().splitlines()
     plain = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
     assert max(map(len, plain)) <= 60 and any(line.endswith("\u2026") for line in plain)
     assert any(line.startswith("\x1b[32m+lora_") for line in lines) and any(line.startswith("\x1b[31m-") for line in lines)
     shown = terminal(60)
-    print_diff(diff_texts(text, new, True), True)
+    print_diff(make_diff(text, new, True), True)
     assert re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).startswith(text)
     monkeypatch.setenv("NO_COLOR", "1")
     shown = terminal(60)
-    print_diff(diff_texts(text, new, False), False)
+    print_diff(make_diff(text, new, False), False)
     assert not re.search(r"\x1b\[\d*;?3[0-9]m", shown.getvalue())
     monkeypatch.undo()
-    print_diff(diff_texts(text, new, False), False)
-    assert capsys.readouterr().out == folded(text) + counted(text, ["lora"]) + "\n"
+    print_diff(make_diff(text, new, False), False)
+    assert capsys.readouterr().out == fold_diff(text) + summarize_diff(text, ["lora"]) + "\n"
 
 
 def test_sites_stand_in_columns_or_below_each_other(terminal):

@@ -17,7 +17,7 @@ import fxplug
 from fxplug.blocks.base import Block
 from fxplug.core.capture.graph_builder import Recording
 from fxplug.core.ir import text
-from fxplug.core.ir.subgraphs import unique_names
+from fxplug.core.ir.subgraphs import make_unique_names
 from fxplug.core.spec.pass_file import Match, Pass, Rule
 from fxplug.lowerings.regions.nested import nest
 from fxplug.lowerings.regions.submodules import outline
@@ -149,10 +149,10 @@ def test_a_region_that_is_cut_out_costs_as_much_among_hundreds(cut):
 def test_a_name_costs_as_much_among_thousands():
     def seconds(count):
         keys = [*(f"layers.{i}" for i in range(count)), *(f"a{'.' * (i + 1)}b" for i in range(30))]
-        return min(trace.timed(lambda: unique_names(keys))[1] for _ in range(3))
+        return min(trace.timed(lambda: make_unique_names(keys))[1] for _ in range(3))
 
     assert seconds(20_000) < 3 * 10 * seconds(2_000)
-    assert list(unique_names(["a.b", "a_b", "a/b", "a_b_2"]).values()) == ["a_b", "a_b_2", "a_b_3", "a_b_2_2"]
+    assert list(make_unique_names(["a.b", "a_b", "a/b", "a_b_2"]).values()) == ["a_b", "a_b_2", "a_b_3", "a_b_2_2"]
 
 
 class Constant(nn.Module):

@@ -13,8 +13,8 @@ import unets
 import fxplug
 from fxplug.blocks import Lora
 from fxplug.core.cli.pages import SMALL
-from fxplug.core.spec.addresses import alternatives, chosen
-from fxplug.core.spec.run_config import resolved
+from fxplug.core.spec.addresses import choose_names, expand_braces
+from fxplug.core.spec.run_config import resolve
 from fxplug.core.spec.yaml_source import parse_yaml
 
 BLOCKS = [f"blocks.{i}" for i in (0, 1)]
@@ -64,9 +64,9 @@ def test_names_and_endings(at, ends):
 
 def test_a_name_that_is_a_path_means_that_path_alone():
     assert paths("head") == ["head"]
-    assert list(chosen("proj_out", ["proj_out", "blocks.0.proj_out"])) == ["proj_out"]
-    assert list(chosen("proj_out", ["x_proj_out", "blocks.0.proj_out", "proj_out.0"])) == ["blocks.0.proj_out"]
-    assert list(chosen("{proj_out,to_q}", ["proj_out", "a.proj_out", "a.to_q"])) == ["proj_out", "a.to_q"]
+    assert list(choose_names("proj_out", ["proj_out", "blocks.0.proj_out"])) == ["proj_out"]
+    assert list(choose_names("proj_out", ["x_proj_out", "blocks.0.proj_out", "proj_out.0"])) == ["blocks.0.proj_out"]
+    assert list(choose_names("{proj_out,to_q}", ["proj_out", "a.proj_out", "a.to_q"])) == ["proj_out", "a.to_q"]
 
 
 @pytest.mark.parametrize("targets", [["to_q", "to_k"], ["to_q", "ff.net.2"], ["to_out.0", "proj_in"], "all-linear"], ids=str)
@@ -121,8 +121,8 @@ def test_a_name_of_several_may_miss_where_that_is_said():
 
 
 def test_names_in_braces_are_bounded():
-    assert alternatives("a.{b,c}.{d,e}") == ["a.b.d", "a.b.e", "a.c.d", "a.c.e"]
-    assert alternatives("re:a{1,2}") == ["re:a{1,2}"]
+    assert expand_braces("a.{b,c}.{d,e}") == ["a.b.d", "a.b.e", "a.c.d", "a.c.e"]
+    assert expand_braces("re:a{1,2}") == ["re:a{1,2}"]
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_a_count_silences_what_is_left_and_holds():
 
 def test_the_count_of_a_configuration_is_kept_with_it():
     config = fxplug.load_config({"model": "vit_tiny_patch16_224", "passes": [{"lora": {"at": "qkv", "expect": 12}}]})
-    assert resolved(config)["passes"][0]["lora"]["expect"] == "==12"
+    assert resolve(config)["passes"][0]["lora"]["expect"] == "==12"
 
 
 def test_the_command_line_says_what_was_left():
@@ -223,5 +223,5 @@ def test_what_a_hint_says_to_write_finds_what_it_says():
 
 def test_a_glob_of_many_parts_takes_bounded_time():
     names = [".".join(f"part{i}" for i in range(40))] * 50
-    assert chosen("**." * 60 + "x", names) == {} and len(chosen("**." * 60 + "part39", names)) == 1
-    assert list(chosen("****", ["a.b"])) == list(chosen("**.**", ["a.b"])) == ["a.b"]
+    assert choose_names("**." * 60 + "x", names) == {} and len(choose_names("**." * 60 + "part39", names)) == 1
+    assert list(choose_names("****", ["a.b"])) == list(choose_names("**.**", ["a.b"])) == ["a.b"]

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fxplug
-from fxplug.core.errors import SpecError, did_you_mean, dotted
-from fxplug.core.spec.pass_file import Match, Pass, Rule, Where, folder, import_target, load_pass, shipped
+from fxplug.core.errors import SpecError, did_you_mean, format_path
+from fxplug.core.spec.pass_file import Match, Pass, Rule, Where, folder, import_target, list_shipped, load_pass
 from fxplug.core.spec.run_config import load_config
 from fxplug.core.spec.yaml_source import parse_yaml
 
@@ -475,12 +475,12 @@ def test_import_target_tells_what_an_import_raised(tmp_path, monkeypatch):
 
 def test_folders_hold_yaml_only():
     assert all(path.suffix == ".yaml" for path in folder("passes").rglob("*") if path.is_file())
-    assert {"lora", "scale", "skip", "replace"} <= set(shipped("passes"))
+    assert {"lora", "scale", "skip", "replace"} <= set(list_shipped("passes"))
 
 
-@pytest.mark.parametrize("name", shipped("passes"))
+@pytest.mark.parametrize("name", list_shipped("passes"))
 def test_shipped_passes(name):
-    data = parse_yaml(shipped("passes")[name].read_text()).data
+    data = parse_yaml(list_shipped("passes")[name].read_text()).data
     required = {key: "a" for key, value in (data.get("params") or {}).items() if value == "$required"}
     made = load_pass(name, allow=[], **{**required, **(data.get("example") or {}).get("with", {})})
     assert made.name == (data.get("name") or name.rpartition("/")[2]) and made.about.endswith(".")
@@ -537,7 +537,7 @@ def test_reading_yaml_does_not_wait_for_torch():
 
 def test_public_names():
     assert set(fxplug.__all__) <= set(dir(fxplug)) and fxplug.__version__
-    assert {*fxplug._MODULE, *fxplug.core.extensions.parts("names")} == set(fxplug.__all__)
+    assert {*fxplug._MODULE, *fxplug.core.extensions.list_parts("names")} == set(fxplug.__all__)
     for name in fxplug.__all__:
         assert getattr(fxplug, name).__name__ == name
     with pytest.raises(AttributeError, match="module 'fxplug' has no attribute 'tracee'"):
@@ -553,4 +553,4 @@ def test_did_you_mean():
     assert did_you_mean("ranks", ["rank", "alpha"]) == " (did you mean 'rank'?)"
     assert did_you_mean("LORA", ["LoRA"]) == " (did you mean 'LoRA'?)"
     assert did_you_mean("zzz", ["rank"]) == did_you_mean("x", []) == ""
-    assert dotted(("rules", 0, "match", "path")) == "rules[0].match.path" and dotted(()) == ""
+    assert format_path(("rules", 0, "match", "path")) == "rules[0].match.path" and format_path(()) == ""

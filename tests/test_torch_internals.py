@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def fake(mode=None, dtype=torch.float16):
-    return tensors.fake_of(((2, 3), (3, 1), dtype, torch.device("cuda", 0)), mode or tensors.FakeTensorMode())
+    return tensors.make_fake_tensor(((2, 3), (3, 1), dtype, torch.device("cuda", 0)), mode or tensors.FakeTensorMode())
 
 
 def test_a_fake_tensor_made_directly_is_like_one_that_torch_makes():
@@ -36,11 +36,11 @@ def test_a_fake_tensor_made_directly_is_like_one_that_torch_makes():
         assert type(out) is tensors.FakeTensor and out.shape == (3, 3) and out.device.type == "cuda", (
             "operations do not take a fake tensor that is made directly: a trace cannot run on fake tensors"
         )
-        assert {name for name in vars(out) if not name.startswith("_")} <= tensors.kept_on_fakes(), (
+        assert {name for name in vars(out) if not name.startswith("_")} <= tensors.list_fake_attributes(), (
             "torch keeps more on a fake tensor: a trace would take it for what the model's code has put on a weight"
         )
     real = torch.ones(2)
-    assert tensors.fake_of(((2,), (1,), real.dtype, CPU), tensors.FakeTensorMode(), real).constant is real, (
+    assert tensors.make_fake_tensor(((2,), (1,), real.dtype, CPU), tensors.FakeTensorMode(), real).constant is real, (
         "a fake tensor forgets its constant: numbers that the model makes itself cannot be read in a trace"
     )
 
@@ -122,12 +122,12 @@ def test_c_functions_lie_in_one_module():
 def test_hooks_of_a_gradient_are_seen_and_taken_away():
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda grad: grad * 2)
-    before = tensors.gradient_hooks(x)
+    before = tensors.get_gradient_hooks(x)
     x.register_hook(lambda grad: grad * 5)
-    assert len(before) == 1 and len(tensors.gradient_hooks(x)) == 2, "a block could change a model's gradients unseen"
+    assert len(before) == 1 and len(tensors.get_gradient_hooks(x)) == 2, "a block could change a model's gradients unseen"
     tensors.set_gradient_hooks(x, before)
     x.sum().backward()
-    assert tensors.gradient_hooks(x) == before and torch.equal(x.grad, torch.full((2,), 2.0))
+    assert tensors.get_gradient_hooks(x) == before and torch.equal(x.grad, torch.full((2,), 2.0))
 
 
 def test_memory_is_told_apart_where_there_is_none():

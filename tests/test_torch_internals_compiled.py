@@ -95,7 +95,7 @@ class Guarded(nn.Module):
 
 def test_the_guards_of_a_program_are_told():
     program = torch.export.export(Guarded(), (torch.ones(5, 2),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
-    guards = exporting.guards_of(program)
+    guards = exporting.list_guards(program)
     assert any("x" in text and "[0]" in text and any(digit in text for digit in "34") for text in guards), (
         f"a program that holds for more than 3 rows says {guards}: a package would take other inputs and compute wrong results"
     )
@@ -113,8 +113,8 @@ class Eigen(nn.Module):
 def test_what_onnx_lacks_is_told_with_its_line():
     program = torch.export.export(Eigen(), (torch.ones(2, 2),))
     with pytest.raises(RuntimeError) as caught:
-        exporting.translated(program, exporting.DEFAULT)
-    ((operation, stack),), reason = exporting.untranslated(program, exporting.DEFAULT, caught.value)
+        exporting.translate(program, exporting.DEFAULT)
+    ((operation, stack),), reason = exporting.find_untranslated(program, exporting.DEFAULT, caught.value)
     assert str(operation) == "aten._linalg_eigh.default" and "eigvalsh" in stack and "No ONNX function" in reason, (
         "an operation that ONNX lacks would be told without its place in the model"
     )

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import fxplug
 from fxplug.core.ir import ops
-from fxplug.core.ir.containers import leaves
+from fxplug.core.ir.containers import list_leaves
 from fxplug.core.torch_internals import SCRIPTED
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*a checkpoint saves memory in the model, and not in its graph")
@@ -1102,7 +1102,7 @@ def test_the_model_is_left_as_it_was(kind: type[Stateful], real: bool | None, tr
     assert call == (nn.Module._call_impl, torch.autocast.__enter__, torch.no_grad.__enter__, torch.from_numpy)
     assert "training" not in vars(nn.Module)
     assert [model.holder.last, model.holder.cache, model.nested] == [None, {}, {"a": [{"b": []}]}]
-    assert not any(isinstance(t, FakeTensor) for t in leaves([vars(m) for m in model.modules()]))
+    assert not any(isinstance(t, FakeTensor) for t in list_leaves([vars(m) for m in model.modules()]))
     assert type(cached_table(4)) is type(model.holder.table(4)) is torch.Tensor
     if kind is Stateful:
         same(model.eval(), gm.eval(), X())

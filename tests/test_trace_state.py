@@ -24,7 +24,7 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.core.capture.isolation import alike, equal_contents, frozen, random_state
+from fxplug.core.capture.isolation import freeze_value, get_random_state, has_equal_contents, is_alike
 from fxplug.core.ir.comparison import describe_difference
 from fxplug.core.ir.ops import modes
 
@@ -357,15 +357,15 @@ ODD = [own_generator, settings]
 def fingerprint(model: nn.Module) -> Any:
     """All that a model holds, where it is, and the state of the process."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    kept = {n: {k: frozen(v) if k != "function" else None for k, v in vars(m).items()} for n, m in model.named_modules()}
+    kept = {n: {k: freeze_value(v) if k != "function" else None for k, v in vars(m).items()} for n, m in model.named_modules()}
     places = {
         n: (id(t), t.data_ptr(), t.stride(), t.requires_grad, t._version, id(t.grad), sorted(vars(t)))
         for n, t in tensors.items()
     }
     patched = [nn.Module._call_impl, math.floor, torch.no_grad.__enter__, torch.autocast.__enter__, torch.from_numpy]
     patched += [vars(torch.autograd.Function)["apply"], "training" in vars(nn.Module)]
-    values = {n: frozen(t.detach()) for n, t in tensors.items()}
-    return values, kept, places, frozen(random_state()), modes(), patched
+    values = {n: freeze_value(t.detach()) for n, t in tensors.items()}
+    return values, kept, places, freeze_value(get_random_state()), modes(), patched
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -375,8 +375,8 @@ def imported() -> None:
 
 def assert_left(before: Any, model: nn.Module) -> None:
     after = fingerprint(model)
-    assert all(alike(a, b) for a, b in zip(before[:2], after[:2], strict=True))
-    assert alike(before[3], after[3])
+    assert all(is_alike(a, b) for a, b in zip(before[:2], after[:2], strict=True))
+    assert is_alike(before[3], after[3])
     assert before[2] == after[2] and before[4:] == after[4:]
 
 
@@ -388,7 +388,7 @@ def three_calls(model: nn.Module, gm: nn.Module) -> None:
         a = model(mine)
         torch.manual_seed(step)
         b = gm(other)
-        assert describe_difference(a, b, equal_contents) is None, f"call {step}"
+        assert describe_difference(a, b, has_equal_contents) is None, f"call {step}"
         assert torch.equal(mine, other)
         buffers = dict(gm.named_buffers())
         for name, value in [*model.state_dict().items(), ("plain", model.plain)]:
@@ -1349,8 +1349,8 @@ def test_what_the_first_integers_gave_is_kept_by_the_model_and_refused():
 
 def test_a_graph_that_a_module_keeps_is_not_copied_to_be_compared():
     """Its nodes hold each other: a copy of all that they hold would take minutes and gigabytes."""
-    from fxplug.core.capture.isolation import alike, frozen
+    from fxplug.core.capture.isolation import freeze_value, is_alike
 
     graph = fxplug.trace(nn.Linear(2, 2), torch.randn(1, 2)).graph
-    kept = frozen({"graph": graph, "blocks": [1, 2]})
-    assert kept[1]["graph"] is graph and alike(kept, frozen({"graph": graph, "blocks": [1, 2]}))
+    kept = freeze_value({"graph": graph, "blocks": [1, 2]})
+    assert kept[1]["graph"] is graph and is_alike(kept, freeze_value({"graph": graph, "blocks": [1, 2]}))

@@ -213,7 +213,7 @@ def test_tied_weights_and_parameters_by_other_names():
     with torch.no_grad():
         for p in fxplug.trainable(new, "shift", "gain", "table")[-1]["params"]:
             p.add_(torch.randn_like(p))
-    held = fxplug.adapters.saved_heads.trained_layers(new)
+    held = fxplug.adapters.saved_heads.get_trained_layers(new)
     assert sorted(held) == ["gain.gamma", "out.weight", "shift", "table.weight"]
     assert held["out.weight"] is held["table.weight"]
     assert not torch.equal(result(base, args), result(new, args))

@@ -15,7 +15,7 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.core.ir.containers import leaves
+from fxplug.core.ir.containers import list_leaves
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -109,7 +109,7 @@ LAYERS = {"mixtral": r".*self_attn\.[qkvo]_proj", "siglip": r".*(self_attn\.[a-z
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in list_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def tuned(model: nn.Module, config: peft.PeftConfig) -> nn.Module:

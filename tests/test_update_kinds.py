@@ -12,8 +12,8 @@ from torch import nn
 
 import fxplug
 from fxplug.adapters import files
-from fxplug.blocks import update_kinds
-from fxplug.blocks.base import UpdateKind, kind_of
+from fxplug.blocks import list_update_kinds
+from fxplug.blocks.base import UpdateKind, get_kind
 from fxplug.blocks.weight_update import Update
 from fxplug.core.errors import ArtifactError, SpecError
 
@@ -135,8 +135,8 @@ def test_what_has_no_form_or_no_room_is_named(wave, tmp_path):
 
 
 def test_a_derived_class_is_of_no_kind_unless_it_says_so():
-    assert kind_of(Wave([4, 4])) is update_kinds()["test_update_kinds:Wave"]
-    assert kind_of(Ripple([4, 4])) is None and kind_of(nn.Linear(2, 2)) is None
+    assert get_kind(Wave([4, 4])) is list_update_kinds()["test_update_kinds:Wave"]
+    assert get_kind(Ripple([4, 4])) is None and get_kind(nn.Linear(2, 2)) is None
     assert torch.equal(Ripple([4, 4])(torch.ones(4, 4)), torch.ones(4, 4))
 
 
@@ -154,20 +154,20 @@ def test_slots_of_a_class_that_is_not_imported():
 def test_a_package_of_an_extension_brings_its_kinds(tmp_path, monkeypatch):
     (tmp_path / "waves.py").write_text(PACKAGE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(fxplug.blocks, "block_packages", lambda: ["waves"])
+    monkeypatch.setattr(fxplug.blocks, "list_block_packages", lambda: ["waves"])
     fxplug.blocks._with_all_imported.cache_clear()
     up, down = torch.randn(4, 2), torch.randn(2, 6)
     entry, *_ = files.read({"layer.ripple_up": up, "layer.ripple_down": down, "layer.alpha": 2.0}).entries
     assert (entry.kind, entry.rank, entry.scale) == ("ripple", 2, 1.0)
     torch.testing.assert_close(entry.update((4, 6)), 2 * up @ down)
     fxplug.blocks._with_all_imported.cache_clear()
-    del update_kinds()["waves:Ripple"]
+    del list_update_kinds()["waves:Ripple"]
 
 
 def test_each_kind_says_what_its_block_has():
     """Of every block of ours: its tensors are those of one of the forms, and a new one has the neutral values."""
     shape, made = (6, 8), {}
-    for key, (tucker, both, full) in product(update_kinds(), product((False, True), repeat=3)):
+    for key, (tucker, both, full) in product(list_update_kinds(), product((False, True), repeat=3)):
         cls = getattr(fxplug.blocks, key, None) if ":" not in key else None
         kind = cls and cls.update_kind
         if not kind or kind.place != "param":

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..blocks import update_kinds
+from ..blocks import list_update_kinds
 from ..blocks.base import UpdateKind
 from ..blocks.lora import Lora
-from ..blocks.low_rank import in_slot
-from ..core.errors import SpecError, brief_fields, shown
+from ..blocks.low_rank import view_slot
+from ..core.errors import SpecError, format_fields, quote
 from .updates import Entry
 
 
@@ -24,8 +24,8 @@ class Bank:
     """The slots at one layer: what `apply` keeps of a block with slots, plain values all.
 
     `path` is the layer, `block` the module that holds the bank, `kind` the kind of layer beside which a low-rank update runs
-    (Linear, Conv2d, Embedding), or the `kind_key` of any other block, and `param` the parameter that this maps; `shape` is the
-    parameter's, `dim` that of the channels that have magnitudes. The layer of one that is `transposed` holds its weight as
+    (Linear, Conv2d, Embedding), or the `make_kind_key` of any other block, and `param` the parameter that this maps; `shape` is
+    the parameter's, `dim` that of the channels that have magnitudes. The layer of one that is `transposed` holds its weight as
     (in, out); `shape` is (out, in), but that of a change of the whole. With `experts` it is (experts, n, m), and an update for
     each of them.
     """
@@ -44,7 +44,7 @@ class Bank:
     experts: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)  # of a block without slots: what the tensors mean there
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     @classmethod
     def of(cls, site: Mapping[str, Any]) -> Bank:
@@ -56,9 +56,9 @@ class Bank:
     @property
     def update_kind(self) -> UpdateKind:
         """Kind of update that the bank holds."""
-        found = update_kinds().get(self.kind)
+        found = list_update_kinds().get(self.kind)
         if found is None and ":" in self.kind:
-            raise SpecError(f"the slots at '{self.path}' are of {shown(self.kind)}, whose module is not imported: import it")
+            raise SpecError(f"the slots at '{self.path}' are of {quote(self.kind)}, whose module is not imported: import it")
         return found or Lora.update_kind
 
     def plainly(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Bank:
         if self.update_kind.slots != "inner" or name == "bias":
             return tensor[slot] if self.slots else tensor
         turned = name == "up" or self.kind == "Embedding"
-        return in_slot(tensor, slot, max(self.slots, 1), 0 if turned else self.groups)
+        return view_slot(tensor, slot, max(self.slots, 1), 0 if turned else self.groups)
 
     def fitted(self, key: str, tensor: Tensor, value: Tensor, entry: Entry) -> Tensor:
         """Values for a slot of `tensor`, one of the bank's, scaled, in its dtype. Raises SpecError where they do not fit."""
@@ -126,7 +126,7 @@ def check_name(name: Any, room: int) -> None:
     """Raises SpecError unless a name for an adapter is a text of at most so many bytes."""
     raw = name.encode(errors="ignore") if isinstance(name, str) else b""
     if not raw.strip() or b"\0" in raw or raw.decode() != name or len(raw) > room:
-        raise SpecError(f"an adapter's name must be text of at most {room} bytes, not {shown(name)}")
+        raise SpecError(f"an adapter's name must be text of at most {room} bytes, not {quote(name)}")
 
 
 def is_finite(value: Any) -> bool:
@@ -286,7 +286,7 @@ def no_home(entry: Entry, key: str, banks: Sequence[Bank]) -> SpecError:
     )
 
 
-def rows_for(
+def make_rows(
     all_banks: Mapping[str, Sequence[Bank]], placed: Mapping[str, Entry], there: Callable[[str], Tensor | None]
 ) -> dict[str, list[tuple[Bank, str, str, Tensor]]]:
     """Return the values to write, by pass: bank, parameter, its name, values. Raises SpecError if an entry does not fit."""

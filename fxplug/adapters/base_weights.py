@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ..core.errors import shown
-from .find_tensors import unreadable
+from ..core.errors import quote
+from .find_tensors import explain_unreadable
 
 DIGEST, LAYERS = "fxplug.base", "fxplug.base_layers"  # keys of a file's metadata
 NUMBERS = 4096  # of each weight so many are read, evenly spaced: those of another base differ nearly everywhere
@@ -25,7 +25,7 @@ def digest_of(layers: Iterable[str], there: Callable[[str], Tensor | None]) -> s
     for path in sorted(layers):
         value = there(f"{path}.weight")
         value = there(path) if value is None else value  # a parameter that is no layer's weight
-        if value is None or value.is_meta or not value.is_floating_point() or unreadable(value):
+        if value is None or value.is_meta or not value.is_floating_point() or explain_unreadable(value):
             return ""
         flat = value.detach().flatten()
         sample = flat[:: max(1, flat.numel() // NUMBERS)][: 2 * NUMBERS].cpu().contiguous()
@@ -49,7 +49,7 @@ def warn_on_other_base(source: str, about: Mapping[str, object], there: Callable
     here = digest_of(layers.split("\n"), there)
     if here and here != said:
         warnings.warn(
-            f"{source} was made beside weights with the digest {shown(said, 80)}, and those of its layers here have {here}: "
+            f"{source} was made beside weights with the digest {quote(said, 80)}, and those of its layers here have {here}: "
             "this is another base model, or the same in another dtype, so the adapter may have another effect",
             stacklevel=3,
         )

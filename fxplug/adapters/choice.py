@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..blocks.base import with_values
-from ..core.errors import SpecError, shown
+from ..blocks.base import check_values
+from ..core.errors import SpecError, quote
 from ..core.locks import StateLock
-from ..core.torch_internals.modules import unwatched
+from ..core.torch_internals.modules import without_watchers
 from ..core.torch_internals.tensors import FakeTensor
 from .banks import Bank, is_finite
 from .loading import check_samples
@@ -57,7 +57,7 @@ class AdapterChoice:
 
     __hash__ = None  # type: ignore[assignment]
 
-    @unwatched
+    @without_watchers
     def write(self, lock: StateLock) -> None:
         """Write it into the tables of the passes that have this lock. Raises SpecError for an adapter that was unloaded."""
         if (changes := [lock.changes for lock in self.adapters.locks]) != self.changes:
@@ -71,12 +71,12 @@ class AdapterChoice:
             else:
                 (tensor if self.single else tensor[: len(table)]).copy_(table)
 
-    @unwatched
+    @without_watchers
     def backup(self, lock: StateLock) -> Callable[[], None]:
         """Return a function that restores the present values of these tables."""
         before = {name: (tensor, tensor.clone()) for name, tensor in self._tensors(lock).items()}
 
-        @unwatched
+        @without_watchers
         def restore() -> None:
             now = self._tensors(lock)  # others, where the module was moved in the middle of a call
             for name, (tensor, value) in before.items():
@@ -122,7 +122,7 @@ def make_tables(adapters: Slots, rows: list[Row], single: bool) -> dict[str, tup
     """
     made: dict[str, tuple[Tensor, int]] = {}
     for p in adapters.banks:
-        weights = with_values(adapters.tensor(f"{p}.gates.table.weights"))
+        weights = check_values(adapters.tensor(f"{p}.gates.table.weights"))
         names = adapters.names_of(p)
         if not single and len(rows) > weights.shape[0]:
             raise SpecError(f"a batch can have entries for at most {weights.shape[0]} samples, not {len(rows)}")
@@ -154,14 +154,14 @@ def read_row(adapters: Slots, entry: Any, sample: int | None = None) -> Row:
     if isinstance(entry, str):
         entry = {entry: 1.0}
     if not isinstance(entry, Mapping):
-        raise SpecError(f"{where}an adapter must be a name, names with weights, or None, not {shown(entry)}")
+        raise SpecError(f"{where}an adapter must be a name, names with weights, or None, not {quote(entry)}")
     try:
         weights = {adapters.check_known(name): value for name, value in entry.items()}
     except SpecError as error:
         raise SpecError(f"{where}{error.finding}") from None
     for name, value in weights.items():
         if not is_finite(value):
-            raise SpecError(f"{where}the weight of '{name}' must be a finite number, not {shown(value)}")
+            raise SpecError(f"{where}the weight of '{name}' must be a finite number, not {quote(value)}")
     return {name: float(value) for name, value in weights.items()}
 
 
@@ -172,5 +172,5 @@ def _entries(what: Any) -> Iterator[tuple[int, Any]]:
         what = what.tolist()
     if not isinstance(what, (list, tuple)) or not what:
         known = "a name, names with weights, None, or a list with one of these per sample"
-        raise SpecError(f"use takes {known}, not {shown(what)}")
+        raise SpecError(f"use takes {known}, not {quote(what)}")
     yield from enumerate(what)

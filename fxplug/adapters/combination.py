@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..core.errors import SpecError, did_you_mean, shown
+from ..core.errors import SpecError, did_you_mean, quote
 
 SPARSE = ("ties", "dare_linear", "dare_ties", "magnitude_prune")
 HOWS = ("linear", "cat", "svd", *SPARSE, *(f"{kind}_svd" for kind in SPARSE), "kohya")
@@ -37,14 +37,14 @@ class Combination:
         sparse = self.kind in SPARSE
         if sparse != (density is not None) or (density is not None and not 0 < density <= 1):
             what = "a density above 0 and at most 1, the share of values to keep" if sparse else "no density"
-            raise SpecError(f"'{how}' takes {what}, not {shown(density)}")
+            raise SpecError(f"'{how}' takes {what}, not {quote(density)}")
         only = f"methods that are svd or end in _svd, and this is {how}" if not self.by_svd else "these"
         if rank is not None and (not self.by_svd or isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
-            raise SpecError(f"rank must be a whole number, 1 or more, for {only}; not {shown(rank)}")
+            raise SpecError(f"rank must be a whole number, 1 or more, for {only}; not {quote(rank)}")
         if clamp is not None and not (self.by_svd and 0 < clamp <= 1):
-            raise SpecError(f"clamp must be a quantile, above 0 and at most 1, for {only}; not {shown(clamp)}")
+            raise SpecError(f"clamp must be a quantile, above 0 and at most 1, for {only}; not {quote(clamp)}")
         if self.sign not in ("total", "frequency"):
-            raise SpecError(f"sign must be 'total' or 'frequency', not {shown(self.sign)}")
+            raise SpecError(f"sign must be 'total' or 'frequency', not {quote(self.sign)}")
         self.draws.manual_seed(self.seed)
 
     @property

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..blocks.base import kind_of
-from ..core.errors import ArtifactError, SpecError, brief_fields
-from ..core.quantised import is_transposed, weight_shape
+from ..blocks.base import get_kind
+from ..core.errors import ArtifactError, SpecError, format_fields
+from ..core.quantised import get_weight_shape, is_transposed
 from .banks import Bank
-from .find_tensors import unreadable
-from .loading import bank_of, without_slots
-from .saved_heads import as_entries, merged_heads, trained_layers
+from .find_tensors import explain_unreadable
+from .loading import get_slotless_passes, make_bank
+from .saved_heads import as_entries, get_merged_heads, get_trained_layers
 from .updates import Entry
 
 
@@ -42,10 +42,10 @@ class AdapterContents:
     left_out: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[str, Tensor] = field(default_factory=dict)
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
-def layers_of(module: nn.Module, dims: int = 2) -> dict[str, ModelLayer]:
+def list_layers(module: nn.Module, dims: int = 2) -> dict[str, ModelLayer]:
     """Return the layers of a module whose weight has `dims` or more dimensions, by path, without those that passes inserted."""
     found = {}
     added = {entry["name"] for entry in getattr(module, "meta", {}).get("passes", [])}
@@ -55,14 +55,14 @@ def layers_of(module: nn.Module, dims: int = 2) -> dict[str, ModelLayer]:
             kind = next((c.__name__ for c in type(layer).__mro__ if c.__module__.startswith("torch.nn.")), "")
             turned = is_transposed(layer)
             groups = int(getattr(layer, "groups", 1))
-            found[path] = ModelLayer("Linear" if turned else kind, weight_shape(layer, weight), groups, turned)
+            found[path] = ModelLayer("Linear" if turned else kind, get_weight_shape(layer, weight), groups, turned)
     return found
 
 
 # --- slots
 
 
-def in_slots(
+def read_slots(
     slots: Iterable[tuple[str, Bank, int]],
     tensor: Callable[[str], Tensor],
     layers: Mapping[str, ModelLayer],
@@ -127,7 +127,7 @@ def _cut(value: Tensor, dims: Iterable[int], rank: int) -> Tensor:
 # --- passes
 
 
-def trained(module: Any, passes: Sequence[str] | None = None, *, strict: bool = True) -> AdapterContents:
+def read_trained(module: Any, passes: Sequence[str] | None = None, *, strict: bool = True) -> AdapterContents:
     """Return the updates of passes without slots, and the layers of the base model that were trained with them, whole.
 
     `passes` selects passes by name; None selects all that have updates.
@@ -135,7 +135,7 @@ def trained(module: Any, passes: Sequence[str] | None = None, *, strict: bool = 
     Raises SpecError for an unknown name, for a pass with slots, and if there is none; with `strict` also if no update can be
     represented in a file.
     """
-    wanted = without_slots(module, passes)
+    wanted = get_slotless_passes(module, passes)
     entries: dict[str, Entry] = {}
     left: dict[str, str] = {}
     done: set[tuple[str, str]] = set()
@@ -147,8 +147,8 @@ def trained(module: Any, passes: Sequence[str] | None = None, *, strict: bool = 
             done.add((block, path))  # tied layers have one block
             made = module.get_submodule(block)
             if getattr(made, "resizes", False):
-                continue  # `merged_heads` has it
-            kind = kind_of(made)
+                continue  # `get_merged_heads` has it
+            kind = get_kind(made)
             if kind is None or (kind.method and not kind.whole):
                 left[path] = f"{name} has a {type(made).__name__} there, which no adapter format can represent"
             elif site.get("apart"):
@@ -157,7 +157,7 @@ def trained(module: Any, passes: Sequence[str] | None = None, *, strict: bool = 
                 left[path] = f"{name} has a {type(made).__name__} there with place '{site['place']}', not beside the layer"
             elif (entry := _of_block(module, site, path, name)) and entries.setdefault(entry.key(path), entry) is not entry:
                 left[entry.key(path)] = f"{name} has a second update there: choose with passes="
-    whole = as_entries(module, trained_layers(module))
+    whole = as_entries(module, get_trained_layers(module))
     if not entries and not wanted and not whole:
         slots = getattr(module, "meta", {}).get("passes")
         other = "; to save an adapter from slots, name it: module.adapters.save(name, ...)" if slots else ""
@@ -166,7 +166,7 @@ def trained(module: Any, passes: Sequence[str] | None = None, *, strict: bool = 
         raise SpecError(
             f"{' and '.join(wanted)}: has no low-rank updates{''.join(f': {why}' for why in list(left.values())[:1])}"
         )
-    return AdapterContents((*entries.values(), *whole), left, merged_heads(module, list(wanted)))
+    return AdapterContents((*entries.values(), *whole), left, get_merged_heads(module, list(wanted)))
 
 
 def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) -> Entry | None:
@@ -175,10 +175,10 @@ def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) 
     if shared := block.update_kind.shared:
         own = block.product(*(module.get_buffer(f"{name}.{one}").detach().cpu() for one in shared))
         return Entry(path, path, name, "lora", own, 1.0, len(own["down"]))
-    bank = bank_of(module, site)
+    bank = make_bank(module, site)
     assert bank is not None
     state = dict(block.state_dict(prefix=f"{bank.block}.", keep_vars=True))
-    if odd := next((text for value in state.values() if (text := unreadable(value))), ""):
+    if odd := next((text for value in state.values() if (text := explain_unreadable(value))), ""):
         raise ArtifactError(f"the update of '{path}' {odd}")
     if any(value.is_meta for value in state.values()):
         raise ArtifactError(f"the update of '{path}' is on the meta device and has no values")

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from ..blocks import low_rank
 from ..core import reading, weight_files
-from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean, shown
+from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean, quote
 from ..core.spec.addresses import select
 from .contents import AdapterContents, ModelLayer
-from .find_tensors import kind_of, object_of
+from .find_tensors import find_kind, parse_object
 from .updates import AdapterFile, Entry
-from .writing import About, Saved, about_of, content, list_skipped, write
+from .writing import About, Saved, describe_model, list_skipped, make_content, write
 
 WHOLE = "model.diffusion_model."  # what a single-file checkpoint puts before the denoiser's names, among others' weights
 Given = str | os.PathLike[str] | nn.Module | Mapping[str, Tensor]
@@ -51,7 +51,8 @@ class Extracted:
         dtype: torch.dtype | None = None,
     ) -> Saved:
         """Write it in a tool's format, see `writing.save_adapter`."""
-        made = content(AdapterContents(self.file.entries), as_, self.model, name=name, part=part, partial=partial, dtype=dtype)
+        contents = AdapterContents(self.file.entries)
+        made = make_content(contents, as_, self.model, name=name, part=part, partial=partial, dtype=dtype)
         return write(made, path, as_)
 
     def __repr__(self) -> str:
@@ -94,12 +95,12 @@ def extract(
     """
     number = isinstance(rank, (int, float)) and not isinstance(rank, bool)
     if not number or not (rank >= 1 if isinstance(rank, int) else 0 < rank < 1):
-        raise SpecError(f"rank must be a whole number, 1 or more, or a share between 0 and 1, not {shown(rank)}")
+        raise SpecError(f"rank must be a whole number, 1 or more, or a share between 0 and 1, not {quote(rank)}")
     with contextlib.ExitStack() as stack:
         first, second = (_weights_of(given, stack, limits) for given in (base, tuned))
         model = second.model if second.model.layers else first.model
         for one in (first, second):
-            if scale := weight_files.scale_of_weights(one.found):
+            if scale := weight_files.find_scale(one.found):
                 raise ArtifactError(
                     f"{one.where} has quantised weights, scaled by '{scale}': use the weights from before quantisation"
                 )
@@ -153,7 +154,7 @@ def _low_rank(path: str, delta: Tensor, dtype: torch.dtype, rank: int | float) -
     """Return the update of a layer, and the share of the difference that it lacks."""
     flat = delta.flatten(1)
     u, s, v = torch.linalg.svd(flat, full_matrices=False)
-    number = low_rank.rank_with(s.double().square(), rank) if isinstance(rank, float) else rank
+    number = low_rank.choose_rank(s.double().square(), rank) if isinstance(rank, float) else rank
     number = min(number, int((s > 0).sum()) or 1)
     root = s[:number].sqrt()
     up, down = (u[:, :number] * root).to(dtype), (root[:, None] * v[:number]).to(dtype)
@@ -184,7 +185,7 @@ class _Weights:
 def _weights_of(given: Given, stack: contextlib.ExitStack, limits: Limits) -> _Weights:
     """Open a checkpoint, whose files are open until the stack is closed."""
     if isinstance(given, nn.Module):
-        return _in_memory(f"the {type(given).__name__}", given.state_dict(), about_of(given))
+        return _in_memory(f"the {type(given).__name__}", given.state_dict(), describe_model(given))
     if isinstance(given, Mapping):
         return _in_memory("the state dict", given, About({}))
     return _in_files(Path(given), stack, limits)
@@ -202,13 +203,13 @@ def _in_memory(where: str, state: Mapping[str, Tensor], model: About) -> _Weight
 def _in_files(path: Path, stack: contextlib.ExitStack, limits: Limits) -> _Weights:
     """Open the weights of a file, or of all files in a folder."""
     model, files = About({}), [path]
-    if kind_of(path) == "folder":
-        with reading.reported(reading.about(path)):
+    if find_kind(path) == "folder":
+        with reading.report_errors(reading.make_reporter(path)):
             files = sorted(each for each in path.iterdir() if each.suffix == ".safetensors")
         if not files:
             raise ArtifactError(f"the folder '{path}' has no .safetensors file: give a file of weights, or a model's folder")
-        if kind_of(path / "config.json") == "file":
-            config = object_of(reading.read_json(path / "config.json", limits=limits), str(path / "config.json"))
+        if find_kind(path / "config.json") == "file":
+            config = parse_object(reading.read_json(path / "config.json", limits=limits), str(path / "config.json"))
             model = About({}, (str(config.get("_class_name", "")),), config)
     if path.suffix != ".safetensors" and len(files) == 1 and files[0] == path:
         found, _ = weight_files.read(path, limits=limits)
@@ -219,9 +220,9 @@ def _in_files(path: Path, stack: contextlib.ExitStack, limits: Limits) -> _Weigh
     records: dict[str, tuple[Any, weight_files.TensorEntry]] = {}
     metas: dict[str, Tensor] = {}
     for file in files:
-        handle = stack.enter_context(reading.opened(file))
-        head = weight_files.header(handle, reading.about(file), limits)
-        for key, value in weight_files.tensors(handle, head, reading.about(file), most=-1):
+        handle = stack.enter_context(reading.open_regular_file(file))
+        head = weight_files.read_header(handle, reading.make_reporter(file), limits)
+        for key, value in weight_files.read_tensors(handle, head, reading.make_reporter(file), most=-1):
             if key in metas:
                 raise ArtifactError(f"'{key}' is in two files of '{path}': give one of them")
             metas[key], records[key] = value, (handle, head.records[key])
@@ -232,7 +233,7 @@ def _in_files(path: Path, stack: contextlib.ExitStack, limits: Limits) -> _Weigh
         handle, record = records[start + name]
         handle.seek(record.offset)
         head = weight_files.Header({name: record}, {}, b"")
-        return dict(weight_files.tensors(handle, head, reading.about(path)))[name]
+        return dict(weight_files.read_tensors(handle, head, reading.make_reporter(path)))[name]
 
     if start and not model.classes:
         model = About({}, ("UNet2DConditionModel" if any("input_blocks." in name for name in found) else "",))

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from ..blocks import update_kinds
+from ..blocks import list_update_kinds
 from ..blocks.base import UpdateKind
 from .file_kinds import FORMS, WHOLE, WHOLE_OF
-from .layer_names import new_name
+from .layer_names import rename_processor
 
 # how a key ends -> what the tensor is; {a} may be an adapter's name
 _ADAPTER = r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?"
@@ -88,12 +88,12 @@ class LayerKeys:
     group: str = ""  # of a block of ours, the pass
 
 
-def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set[str]) -> LayerKeys | None:
+def place_key(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set[str]) -> LayerKeys | None:
     """Return the layer of a file's key with the key's role; an empty one for a key of another adapter; None for any other key.
 
     `state` is the whole file, and `adapter` the requested one. Names of adapters that are found are added to `adapters`.
     """
-    kinds = keys_of(*update_kinds().values())
+    kinds = keys_of(*list_update_kinds().values())
     own = kinds.own.match(key if "." in key else "")
     if own:
         group, _, name = own["layer"].partition(".")
@@ -120,11 +120,11 @@ def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set
         layer = key[: found.start()]
         # diffusers' network_alphas are of a tensor, not of a layer
         if role == "alpha" and layer in state and not layer.endswith(".alpha"):
-            of = place(layer, state, adapter, adapters)
+            of = place_key(layer, state, adapter, adapters)
             return of and LayerKeys(of.name, {"alpha": key} if of.keys else {})
         layer = layer.replace(".base_layer", "")  # PEFT's own wrapper around a layer within another
         if parts.get("old"):
-            layer = new_name(layer)
+            layer = rename_processor(layer)
         if parts.get("half"):
             half = _HALVES[parts["half"]]
             if parts.get("what") == "bias":

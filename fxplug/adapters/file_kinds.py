@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..blocks import update_kinds
+from ..blocks import list_update_kinds
 from ..blocks.base import UpdateKind
-from ..core.errors import ArtifactError, shown
+from ..core.errors import ArtifactError, quote
 from .layer_matching import split_part
 from .peft_config import METHODS
 from .updates import Entry
@@ -60,7 +60,7 @@ class LayerFacts:
             raise self.error(f"needs PEFT's configuration for its {key}: give config=, or the folder with adapter_config.json")
         value = self.config.get(key, METHODS[kind][key])
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-            raise self.error(f"has a configuration with {key}: {shown(value)}, which is not possible")
+            raise self.error(f"has a configuration with {key}: {quote(value)}, which is not possible")
         return value
 
     def error(self, finding: str) -> ArtifactError:
@@ -141,16 +141,16 @@ def product_forms(*kinds: UpdateKind) -> list[LayerForm]:
     return [LayerForm(form, {**kind.aside, **_BESIDE}, kind=kind) for kind in products for form in kind.forms]
 
 
-def nearest_form(tensors: Tensors) -> LayerForm:
+def find_form(tensors: Tensors) -> LayerForm:
     """Find the form that tensors by role have, or the one that they are nearest to."""
     def distance(form: LayerForm) -> tuple[int, int]:
         return len(form.needed.keys() - tensors.keys()), len(tensors.keys() - form.needed.keys() - form.more.keys())
 
-    forms = (*product_forms(*update_kinds().values()), *FORMS)
+    forms = (*product_forms(*list_update_kinds().values()), *FORMS)
     return min([form for form in forms if not tensors.keys().isdisjoint(form.needed)] or [forms[0]], key=distance)
 
 
-def changes_of(facts: LayerFacts, tensors: dict[str, Tensor]) -> list[Entry]:
+def pop_changes(facts: LayerFacts, tensors: dict[str, Tensor]) -> list[Entry]:
     """Pop the whole changes from a layer's tensors and return them as entries. Raises ArtifactError for an empty one."""
     made = []
     whole = sorted((role for role in tensors if role.startswith(WHOLE_OF)), reverse=True)  # the weight before the bias
@@ -322,7 +322,7 @@ def _ia3(t: Tensors, facts: LayerFacts) -> list[Entry]:
 def _feeds(name: str, targets: Sequence[str] | str) -> bool:
     if isinstance(targets, str):
         raise ArtifactError(
-            f"feedforward_modules of the configuration is a regular expression, {shown(targets)}: give a list of names"
+            f"feedforward_modules of the configuration is a regular expression, {quote(targets)}: give a list of names"
         )
     return any(isinstance(one, str) and (name == one or name.endswith(f".{one}")) for one in targets)
 
@@ -351,7 +351,7 @@ def _road(t: Tensors, facts: LayerFacts) -> list[Entry]:
     options = {"variant": facts.get("ROAD", "variant", str), "group": facts.get("ROAD", "group_size", int)}
     if options["variant"] not in ("road_1", "road_2", "road_4"):
         raise facts.error(
-            f"has a configuration with variant: {shown(options['variant'])}; road_1, road_2 and road_4 are supported"
+            f"has a configuration with variant: {quote(options['variant'])}; road_1, road_2 and road_4 are supported"
         )
     if options["group"] < 2 or options["group"] % 2:
         raise facts.error("has road_theta and road_alpha that do not fit its group_size")

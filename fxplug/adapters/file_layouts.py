@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean
+from ..core.errors import ArtifactError, SpecError, did_you_mean, format_fields
 from .contents import AdapterContents, ModelLayer
 from .files import AdapterFile, Entry, fit
-from .formats import CONFIGURED, alpha_of, format_of, part_of, tensors_of
-from .tables import FORMATS, PARTS, table
-from .writing import About, Content, Saved, _in_dtype, about_of, content, file_tensors, write
+from .formats import CONFIGURED, find_format, find_part, get_alpha, make_tensors
+from .tables import FORMATS, PARTS, read_table
+from .writing import About, Content, Saved, _in_dtype, describe_model, make_content, prepare_tensors, write
 
-FAMILIES: Mapping[str, Mapping[str, Any]] = table("formats")["published"]
+FAMILIES: Mapping[str, Mapping[str, Any]] = read_table("formats")["published"]
 HASHES = ("sshs_", "modelspec.hash")  # how keys of metadata begin that are true of one file's tensors only
 SECOND = "transformer_2"  # as in Wan 2.2, which has two transformers of one kind
 UNETS = re.compile(r"(^|[._])((down|up|input|output)_blocks|mid_block|middle_block)[._]")
@@ -39,13 +39,13 @@ class EditedFile(Saved):
     ranks: Mapping[str, int] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
-def model_of(model: nn.Module | None, family: str | None) -> About | None:
+def read_model(model: nn.Module | None, family: str | None) -> About | None:
     """Describe a model's layers, from the model itself or a family; None without either. Raises SpecError."""
     if model is not None:
-        return about_of(model)
+        return describe_model(model)
     if family is None:
         return None
     if family not in FAMILIES:
@@ -54,17 +54,17 @@ def model_of(model: nn.Module | None, family: str | None) -> About | None:
 
     options = dict(FAMILIES[family])
     with torch.device("meta"):
-        return about_of(getattr(diffusers, options.pop("class")).from_config(options))
+        return describe_model(getattr(diffusers, options.pop("class")).from_config(options))
 
 
-def family_of(file: AdapterFile) -> About:
+def find_family(file: AdapterFile) -> About:
     """Return the first family that all layers of a file fit. Raises ArtifactError."""
     names = [entry.name for entry in file.entries if not entry.part.startswith("text_encoder")]
     unet = any(UNETS.search(name) for name in names)
     for family, options in FAMILIES.items():
-        if ("UNet" in options["class"]) == unet and names and (about := model_of(None, family)):
+        if ("UNet" in options["class"]) == unet and names and (about := read_model(None, family)):
             try:
-                on_paths(file, about)
+                place_on_paths(file, about)
             except ArtifactError:
                 continue
             return about
@@ -72,14 +72,14 @@ def family_of(file: AdapterFile) -> About:
     raise ArtifactError(f"{file.source} fits none of {known} at their published sizes: give the model that it is for as model=")
 
 
-def layout_of(file: AdapterFile) -> str:
+def find_layout(file: AdapterFile) -> str:
     """Return the format whose names a file has; "" if several have such."""
     if file.about.get("software") == "fxplug":
         return "fxplug"
-    return format_of(file.entries[0])
+    return find_format(file.entries[0])
 
 
-def on_paths(file: AdapterFile, about: About | None) -> list[Entry]:
+def place_on_paths(file: AdapterFile, about: About | None) -> list[Entry]:
     """Return the updates of a file on the paths of a model and of text encoders; unchanged without a model."""
     if about is None:
         return list(file.entries)
@@ -89,7 +89,7 @@ def on_paths(file: AdapterFile, about: About | None) -> list[Entry]:
     flux = about.classes[0].startswith("Flux")  # whose second text encoder is the others' third
     made: list[Entry] = []
     others: list[tuple[str, Entry]] = []
-    for part, entries in _by_model(file, part_of(about.classes)).items():
+    for part, entries in _by_model(file, find_part(about.classes)).items():
         found = fit(replace(file, entries=entries), shapes, beside=beside).check()
         for key, entry in found.placed.items():
             at = key if entry.param == "weight" else key.removesuffix(f".{entry.param}")
@@ -144,7 +144,7 @@ def write_parts(
     said: Mapping[str, str] | None = None,
 ) -> EditedFile:
     """Write updates in a format, those of several parts of a pipeline one after the other; `said` is further metadata."""
-    own = part_of(about.classes) if about else None
+    own = find_part(about.classes) if about else None
     parts: dict[str, list[Entry]] = {}
     for entry in entries:
         parts.setdefault(entry.part, []).append(entry)
@@ -164,7 +164,7 @@ def write_parts(
             if about and about.classes[0].startswith("Flux") and as_ in ("kohya", "comfy") and each == "text_encoder_2":
                 where = "text_encoder_3"
             held = AdapterContents(tuple(some), {})
-            done = content(held, as_, model, name=name, part=where, partial=partial, dtype=dtype, metadata=said)
+            done = make_content(held, as_, model, name=name, part=where, partial=partial, dtype=dtype, metadata=said)
             early = about is not None and own == "unet" and "add_embedding.linear_1" not in about.layers
             if as_ == "kohya" and each == "text_encoder" and about is not None and not early:
                 done = replace(done, tensors={k.replace("lora_te_", "lora_te1_", 1): t for k, t in done.tensors.items()})
@@ -189,7 +189,7 @@ def write_own(
     errors: Mapping[str, float],
 ) -> EditedFile:
     """Write updates in the layout and under the names of their original file."""
-    layout = layout_of(file)
+    layout = find_layout(file)
     if layout in (*CONFIGURED, "fxplug"):
         return write_parts(entries, path, layout, None, dtype=dtype, errors=errors)
     if other := next((entry for entry in entries if entry.method not in ("", "diff")), None):
@@ -199,10 +199,10 @@ def write_own(
     entries = [_in_dtype(entry, dtype) for entry in entries]
     tensors: dict[str, Tensor] = {}
     for entry in entries:
-        tensors |= tensors_of(layout or "kohya", entry.name, entry, _layer(entry))
-    tensors = file_tensors(tensors)
+        tensors |= make_tensors(layout or "kohya", entry.name, entry, _layer(entry))
+    tensors = prepare_tensors(tensors)
     about = {key: value for key, value in file.about.items() if isinstance(value, str) and not key.startswith(HASHES)}
-    ranks = Counter((entry.rank, alpha_of(entry)) for entry in entries if not entry.method)
+    ranks = Counter((entry.rank, get_alpha(entry)) for entry in entries if not entry.method)
     if "ss_network_dim" in about and ranks:
         (rank, alpha), _ = ranks.most_common(1)[0]
         about |= {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}

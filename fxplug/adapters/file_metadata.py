@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core.errors import SpecError, did_you_mean, shown
+from ..core.errors import SpecError, did_you_mean, quote
 from .contents import ModelLayer
 from .file_keys import TABLES
-from .formats import alpha_of
-from .tables import table
+from .formats import get_alpha
+from .tables import read_table
 from .updates import Entry
 
 SPEC = "modelspec."  # before the fields of ModelSpec 1.0.1 (github.com/Stability-AI/ModelSpec)
@@ -39,7 +39,7 @@ def under_full_names(given: Mapping[str, str] | None) -> dict[str, str]:
             raise SpecError(f"metadata has no field '{key}'{near}; {fields}")
         key = SPEC + key if key in FIELDS else key
         if why := _refused(key, value):
-            raise SpecError(f"the {key.removeprefix(SPEC)} in metadata must be {why}, not {shown(value)}")
+            raise SpecError(f"the {key.removeprefix(SPEC)} in metadata must be {why}, not {quote(value)}")
         made[key] = value
     return made
 
@@ -96,15 +96,15 @@ def describe_adapter(
 def _architecture(kind: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what ModelSpec and kohya's metadata call a model, by its class and configuration; nothing for another."""
     has = {**config, "class": kind}
-    rows = table("formats")["architectures"]
+    rows = read_table("formats")["architectures"]
     own = ("name", "version")
     return next((row for row in rows if all(has.get(key) == value for key, value in row.items() if key not in own)), {})
 
 
 def _of_kohya(as_: str, rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) -> dict[str, str]:
     low = [(len(layers[e.path].shape), e) for _, e in rows if not e.method]
-    flat = [(e.rank, alpha_of(e)) for dims, e in low if dims == 2]
-    spatial = [(e.rank, alpha_of(e)) for dims, e in low if dims > 2]
+    flat = [(e.rank, get_alpha(e)) for dims, e in low if dims == 2]
+    spatial = [(e.rank, get_alpha(e)) for dims, e in low if dims > 2]
     rank, alpha = Counter(flat or spatial or [(1, 1.0)]).most_common(1)[0][0]
     words = {"lora": "locon", "dora": "locon", "dora by input": "locon", "delta": "full"}
     kinds = sorted({words.get(entry.kind, entry.kind) for _, entry in rows})

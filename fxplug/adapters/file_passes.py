@@ -10,18 +10,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..core.errors import DEFAULT, ArtifactError, ClashError, Limits, SpecError, did_you_mean, shown
+from ..core.errors import DEFAULT, ArtifactError, ClashError, Limits, SpecError, did_you_mean, quote
 from ..core.hub_names import is_hub_name
-from ..core.ir.regions import regions_of
+from ..core.ir.regions import find_regions
 from ..core.ir.traced_module import TracedModule
-from ..core.rewriter.opening import unopened
+from ..core.rewriter.opening import find_unopened
 from ..core.spec.pass_file import import_target, load_pass, open_pass
 from ..core.spec.rules import COMMON, Match, Pass, Rule, is_target
 from .banks import is_finite
-from .contents import ModelLayer, layers_of
+from .contents import ModelLayer, list_layers
 from .files import AdapterFile, Fit, Source, fit, read
-from .loading import load_adapter, tied
-from .own_files import check_no_own, pass_of
+from .loading import find_tied, load_adapter
+from .own_files import check_no_own, make_pass
 from .saved_heads import STATISTICS, without_heads
 from .slots import Adapters
 from .updates import Entry
@@ -129,7 +129,7 @@ def parameters_of(module: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in module.named_parameters() if name.partition(".")[0] not in added}
 
 
-def plan_for(
+def make_plan(
     files: Iterable[tuple[AdapterFile, Mapping[str, Any]]],
     module: Any,
     called: Mapping[str, bool] | None = None,
@@ -142,7 +142,7 @@ def plan_for(
 
     Raises ArtifactError for layers that the module lacks and for updates that no pass with slots can take, unless `partial`.
     """
-    layers = layers_of(module)
+    layers = list_layers(module)
     named = parameters_of(module)
     weights = {name.removesuffix(".weight"): shape for name, shape in named.items() if name.endswith(".weight")}
     weights |= {path: layer.shape for path, layer in layers.items()}
@@ -150,7 +150,7 @@ def plan_for(
     ranks: dict[tuple[str, str, tuple[tuple[str, Any], ...]], int] = {}
     fits: list[Fit] = []
     unheld: dict[str, str] = {}
-    same = tied(module)
+    same = find_tied(module)
     apart: set[str] = set()
     for whole, ways in files:
         file, _ = without_heads(whole, module)
@@ -190,8 +190,8 @@ def plan_for(
 def _called(module: TracedModule) -> dict[str, bool]:
     """Return the layers that a pass can change, with whether they are called, rather than read by another or within one
     call."""
-    views = regions_of(module)
-    within = {inner for regions in views for names in unopened(regions).values() for inner in names}
+    views = find_regions(module)
+    within = {inner for regions in views for names in find_unopened(regions).values() for inner in names}
     read = {name.rpartition(".")[0] for regions in views for name in regions.readers}
     called = {region.path for regions in views for region in regions.by_key.values()}
     return {**dict.fromkeys(read | within, False), **dict.fromkeys(called, True)}
@@ -243,7 +243,7 @@ def pass_for(
     if own is not None and own.own:
         if slots:
             check_no_own(own, "a pass with slots")
-        return pass_of(own, name, passes, limits)
+        return make_pass(own, name, passes, limits)
     if passes is not None:
         raise SpecError("passes= chooses among the passes of a file that save_adapter(as_='fxplug') wrote with several kinds")
     many: list[Source] = list(files) if isinstance(files, (list, tuple)) else [files]  # type: ignore[list-item]
@@ -252,7 +252,7 @@ def pass_for(
     ways = {"part": part, "partial": partial, "guess": guess}
     slots = len(many) if slots is None else slots
     given = [(read(one, adapter=adapter, meta=True, limits=limits), ways) for one in many]
-    return plan_for(given, gm, _called(gm), slots=slots != 0).as_pass(slots, name, samples)
+    return make_plan(given, gm, _called(gm), slots=slots != 0).as_pass(slots, name, samples)
 
 
 # --- a pass that says which files it is for
@@ -271,7 +271,7 @@ class AdapterPass(Pass):
         if self.rules:
             return self
         files = [(read(_source(load["file"]), adapter=load["adapter"], meta=True), load) for load in self.loads]
-        made = plan_for(files, module, _called(module), slots=self.slots > 0).as_pass(self.slots, self.name)
+        made = make_plan(files, module, _called(module), slots=self.slots > 0).as_pass(self.slots, self.name)
         return replace(self, rules=made.rules, expect=made.expect if self.expect is None else self.expect)
 
     def fill(self, module: Any) -> None:
@@ -297,7 +297,7 @@ class AdapterPass(Pass):
         held.use({load["name"]: load["strength"] for load in self.loads})
 
 
-def adapter_pass(given: Any, base: str | os.PathLike[str] | None = None) -> Pass:
+def make_adapter_pass(given: Any, base: str | os.PathLike[str] | None = None) -> Pass:
     """Return the pass for the value of `adapter:`, whose rules are made once its model is known.
 
     `file` (with `strength`, `adapter`, `part`, `partial`, `guess`) or `files`, these by name; `slots`, `samples` and the common
@@ -319,11 +319,11 @@ def adapter_pass(given: Any, base: str | os.PathLike[str] | None = None) -> Pass
     if "file" in given:
         files = {_stem(given["file"]): single}
     if not isinstance(files, Mapping) or not files:
-        raise SpecError(f"must be a mapping of adapter names to files, not {shown(files)}", path=("files",))
+        raise SpecError(f"must be a mapping of adapter names to files, not {quote(files)}", path=("files",))
     loads = [_load(name, one, base, "file" in given) for name, one in files.items()]
     slots = given.get("slots", len(loads))
     if not isinstance(slots, int) or isinstance(slots, bool) or (slots < len(loads) and slots != 0):
-        raise SpecError(f"must be 0, or a whole number of {len(loads)} or more, not {shown(slots)}", path=("slots",))
+        raise SpecError(f"must be 0, or a whole number of {len(loads)} or more, not {quote(slots)}", path=("slots",))
     if not slots and (len(loads) > 1 or loads[0]["strength"] != 1 or given.get("samples")):
         raise SpecError("without slots there must be one file at full strength, and no 'samples'", path=("slots",))
     params = {key: value for key, value in given.items() if key not in COMMON}
@@ -345,15 +345,15 @@ def _load(name: Any, given: Any, base: Any, single: bool) -> dict[str, Any]:
             raise SpecError(f"no key '{key}'{did_you_mean(str(key), FILE_KEYS)}; there are {', '.join(FILE_KEYS)}", path=path)
     file, strength = made.get("file"), made.get("strength", 1.0)
     if not isinstance(file, (str, os.PathLike)) or not str(file):
-        raise SpecError(f"must be a file or folder, not {shown(file)}", path=(*path, "file"))
+        raise SpecError(f"must be a file or folder, not {quote(file)}", path=(*path, "file"))
     if not is_finite(strength):
-        raise SpecError(f"must be a finite number, not {shown(strength)}", path=(*path, "strength"))
+        raise SpecError(f"must be a finite number, not {quote(strength)}", path=(*path, "strength"))
     for key in ("partial", "guess"):
         if not isinstance(made.get(key, False), bool):
-            raise SpecError(f"must be true or false, not {shown(made[key])}", path=(*path, key))
+            raise SpecError(f"must be true or false, not {quote(made[key])}", path=(*path, key))
     for key in ("adapter", "part"):
         if not isinstance(made.get(key), (str, type(None))):
-            raise SpecError(f"must be text, not {shown(made[key])}", path=(*path, key))
+            raise SpecError(f"must be text, not {quote(made[key])}", path=(*path, key))
     where = str(file) if is_target(file) or is_hub_name(file, base or "") else str(Path(base or "") / file)
     return {"partial": False, "guess": False, "adapter": None, "part": None, **made, "name": str(name), "file": where,
             "strength": float(strength)}  # fmt: skip

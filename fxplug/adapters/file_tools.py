@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks import low_rank
-from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, shown
+from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, quote
 from .banks import is_finite
 from .combination import Combination
-from .file_layouts import EditedFile, family_of, layout_of, model_of, on_paths, write_own, write_parts
+from .file_layouts import EditedFile, find_family, find_layout, place_on_paths, read_model, write_own, write_parts
 from .file_metadata import fields_in
 from .files import AdapterFile, Entry, Source, read
 from .formats import CONFIGURED
@@ -61,12 +61,12 @@ def resize_adapter(
         ArtifactError: The file has updates of other kinds, or cannot be read.
     """
     if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
-        raise SpecError(f"rank must be a whole number, 1 or more, not {shown(rank)}")
+        raise SpecError(f"rank must be a whole number, 1 or more, not {quote(rank)}")
     asked = {name: n for name, n in (("energy", energy), ("cumulative", cumulative), ("ratio", ratio)) if n is not None}
     for name, value in asked.items():
         if isinstance(value, bool) or not (value >= 1 if name == "ratio" else 0 < value <= 1):
             what = "a number, 1 or more" if name == "ratio" else "a share above 0 and at most 1"
-            raise SpecError(f"{name} must be {what}, not {shown(value)}")
+            raise SpecError(f"{name} must be {what}, not {quote(value)}")
     if len(asked) > 1 or not (asked or rank):
         raise SpecError("give rank, or one of energy, cumulative and ratio, or rank and one of these three")
     file = _read(source, adapter=adapter, limits=limits)
@@ -74,7 +74,7 @@ def resize_adapter(
     for entry in file.entries:
         if entry.method not in ("diff", "whole"):
             halves = _halves(entry, f"{file.source}: ")
-            up, s, down = low_rank.singular(*halves)
+            up, s, down = low_rank.compute_svd(*halves)
             number = _number(s, rank, energy, cumulative, ratio)
             if number < halves[0].shape[1] or entry.kind not in ("lora", "lora+bias"):
                 errors[entry.name] = _missing(s, number)
@@ -126,14 +126,15 @@ def convert_adapter(
         ArtifactError: The file cannot be read, fits no family or not the model, or has what the format cannot hold.
     """
     file = _read(source, adapter=adapter, limits=limits)
-    about = model_of(model, family)
-    own = as_ in (*CONFIGURED, "lycoris", "fxplug") and layout_of(file) in (*CONFIGURED, "fxplug")
+    about = read_model(model, family)
+    own = as_ in (*CONFIGURED, "lycoris", "fxplug") and find_layout(file) in (*CONFIGURED, "fxplug")
     if about is None and not own:
-        about = family_of(file)
+        about = find_family(file)
     said = fields_in(file.about)
     if name:
         said.pop("modelspec.title", None)
-    return write_parts(on_paths(file, about), path, as_, about, part=part, partial=partial, dtype=dtype, name=name, said=said)
+    placed = place_on_paths(file, about)
+    return write_parts(placed, path, as_, about, part=part, partial=partial, dtype=dtype, name=name, said=said)
 
 
 @torch.no_grad()
@@ -192,21 +193,21 @@ def merge_adapters(
     """
     pairs = list(sources.items() if isinstance(sources, Mapping) else sources)
     if odd := next((one for one in pairs if not isinstance(one, (tuple, list)) or len(one) != 2), None):
-        raise SpecError(f"merge_adapters takes files with their weights, {{'ink.safetensors': 0.8}}; {shown(odd)} has none")
+        raise SpecError(f"merge_adapters takes files with their weights, {{'ink.safetensors': 0.8}}; {quote(odd)} has none")
     ways = Combination(how, rank, density, sign, clamp, seed)
     if not pairs:
         raise SpecError("nothing to merge: give files with their weights, {'ink.safetensors': 0.8}")
     for source, weight in pairs:
         if not is_finite(weight):
-            raise SpecError(f"the weight of {shown(str(source))} must be a finite number, not {shown(weight)}")
+            raise SpecError(f"the weight of {quote(str(source))} must be a finite number, not {quote(weight)}")
     files = [_read(source, limits=limits) for source, _ in pairs]
-    layout, about = layout_of(files[0]), model_of(model, family)
-    same = about is None and as_ in (None, layout) and all(layout_of(file) == layout for file in files)
+    layout, about = find_layout(files[0]), read_model(model, family)
+    same = about is None and as_ in (None, layout) and all(find_layout(file) == layout for file in files)
     if not same and about is None:
-        about = family_of(files[0])
+        about = find_family(files[0])
     rows: dict[tuple[str, str, str], list[tuple[Entry, float]]] = {}
     for file, (_, weight) in zip(files, pairs, strict=True):
-        for entry in file.entries if same else on_paths(file, about):
+        for entry in file.entries if same else place_on_paths(file, about):
             rows.setdefault((entry.part, entry.path.replace(".", "_"), entry.param), []).append((entry, float(weight)))
     errors: dict[str, float] = {}
     if about is not None:  # as PEFT goes through the layers, so that DARE draws for each of them what it draws there
@@ -263,7 +264,7 @@ def _number(s: Tensor, rank: int | None, energy: float | None, cumulative: float
     """Return the rank of an update with these singular values."""
     most = int((s > 0).sum()) or 1
     if energy is not None or cumulative is not None:
-        share = low_rank.rank_with(s.square() if energy is not None else s, float(energy or cumulative or 0))
+        share = low_rank.choose_rank(s.square() if energy is not None else s, float(energy or cumulative or 0))
     else:
         share = int((s > s[0] / ratio).sum()) or 1 if ratio else most
     return min(most, share, rank or most)

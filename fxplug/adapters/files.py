@@ -19,16 +19,16 @@ from torch import Tensor
 from ..blocks import low_rank
 from ..blocks.lora import Lora
 from ..core import reading
-from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean, shown
-from ..core.spec.addresses import by_ending
+from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean, quote
+from ..core.spec.addresses import match_endings
 from . import peft_config
-from .file_keys import INNER, SHARED, TABLES, LayerKeys, find_saved_module, place
-from .file_kinds import INTEGERS, LayerFacts, LayerForm, changes_of, nearest_form
-from .find_tensors import find, joined_sam, kind_of, load, object_of, unreadable
+from .file_keys import INNER, SHARED, TABLES, LayerKeys, find_saved_module, place_key
+from .file_kinds import INTEGERS, LayerFacts, LayerForm, find_form, pop_changes
+from .find_tensors import explain_unreadable, find, find_kind, join_sam, load, parse_object
 from .layer_matching import WRAPPED, Fit, fit, split_part
-from .own_files import OWN, checked
+from .own_files import OWN, check_tensors
 from .tables import PARTS
-from .updates import PRODUCT, AdapterFile, Entry, has_lokr_of_3_dims, largest
+from .updates import PRODUCT, AdapterFile, Entry, bound_change, has_lokr_of_3_dims
 
 __all__ = ["AdapterFile", "Entry", "Fit", "fit", "read"]
 Source = str | os.PathLike[str] | Mapping[str, Any] | AdapterFile
@@ -59,24 +59,24 @@ def read(
     if isinstance(source, AdapterFile):
         return source
     if not isinstance(config, (Mapping, type(None))):
-        raise SpecError(f"config must be PEFT's adapter configuration as a dict, not {shown(config)}")
+        raise SpecError(f"config must be PEFT's adapter configuration as a dict, not {quote(config)}")
     if isinstance(source, Mapping):
         where, folder, state = "the state dict", None, dict(source)
         about: Mapping[str, Any] = {}
     else:
         if not isinstance(source, (str, os.PathLike)) or not isinstance(os.fspath(source), str):
             raise SpecError(
-                f"an adapter must be a file, a folder or a dict of tensors, not {shown(source)}: write bytes to a file, or "
+                f"an adapter must be a file, a folder or a dict of tensors, not {quote(source)}: write bytes to a file, or "
                 "read them with safetensors.torch.load, which gives a dict"
             )
         file = find(source)
         where, folder = str(file), file.parent
         state, about = load(file, limits, meta)
         if OWN in about:
-            return AdapterFile(where, (), {}, about, checked(state, where))
+            return AdapterFile(where, (), {}, about, check_tensors(state, where))
         beside = file.parent / "adapter_config.json"
-        if config is None and "lora_adapter_metadata" not in about and kind_of(beside) == "file":
-            config = object_of(reading.read_json(beside, limits=limits), str(beside))
+        if config is None and "lora_adapter_metadata" not in about and find_kind(beside) == "file":
+            config = parse_object(reading.read_json(beside, limits=limits), str(beside))
     reader = _AdapterFileReader(where, folder, config, about, limits)
     return reader.read(state, adapter)
 
@@ -102,7 +102,7 @@ class _AdapterFileReader:
             raise ArtifactError(
                 f"{self.where} has the same tensor with and without the prefix '_orig_mod.' of torch.compile: keep one of them"
             )
-        self.state = joined_sam(self.state, self.where)
+        self.state = join_sam(self.state, self.where)
         if owner := next((key.removesuffix(SLOTS) for key in self.state if key.endswith(SLOTS)), ""):
             raise ArtifactError(
                 f"{self.where} has the slots of the pass '{owner}': load its folder with fxplug.load, and write the adapter "
@@ -111,7 +111,7 @@ class _AdapterFileReader:
         adapters: set[str] = set()
         common_of = {key: m for key in self.state if (m := SHARED.match(key))}
         self.shared = {m["name"]: key for key, m in common_of.items() if m["adapter"] in (None, adapter, "default")}
-        placed = {key: place(key, self.state, adapter, adapters) for key in self.state if key not in common_of}
+        placed = {key: place_key(key, self.state, adapter, adapters) for key in self.state if key not in common_of}
         config = self.configs.get("", {})
         if config:
             placed |= {key: find_saved_module(key, config, self.state) for key, found in placed.items() if found is None}
@@ -162,17 +162,17 @@ class _AdapterFileReader:
             raise ArtifactError(f"{self.where}: '{name}' has {', '.join(sorted(tensors))} for a parameter: it must be a LoRA")
 
         def of(key: str) -> Entry:
-            about = reading.about(f"{self.where}: its configuration")
+            about = reading.make_reporter(f"{self.where}: its configuration")
             tables = [config.get("alpha_pattern") or {}, config.get("rank_pattern") or {}]
-            alphas, ranks = by_ending(tables, [key], about, self.limits)
+            alphas, ranks = match_endings(tables, [key], about, self.limits)
             rank, alpha = ranks.get(key, config.get("r", 8)), alphas.get(key, config.get("lora_alpha", 8))
             rows = len(tensors["down"])
             if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1 or rows % rank or tensors["up"].shape[1] != rows:
                 shapes = " and ".join(str(list(t.shape)) for t in tensors.values())
-                raise ArtifactError(f"{self.where}: the tensors of '{key}' are {shapes}, which are not of rank {shown(rank)}")
+                raise ArtifactError(f"{self.where}: the tensors of '{key}' are {shapes}, which are not of rank {quote(rank)}")
             alpha = _number(alpha, f"{self.where}: its configuration: the alpha of '{key}'")
-            scale = low_rank.scaling(rank, alpha, config.get("use_rslora") is True)
-            if largest(tensors, scale) > self.limits.update:
+            scale = low_rank.compute_scale(rank, alpha, config.get("use_rslora") is True)
+            if bound_change(tensors, scale) > self.limits.update:
                 raise ArtifactError(
                     f"{self.where}: the update of '{key}' can change a weight by more than {self.limits.update:g}, which is "
                     "the limit; fxplug.Limits can raise it"
@@ -192,8 +192,8 @@ class _AdapterFileReader:
                 tables[part, key] = config.get(key) or {} if config.get("peft_type") in peft_config.PRODUCTS else {}
                 if not isinstance(tables[part, key], Mapping) or not all(isinstance(p, str) for p in tables[part, key]):
                     raise ArtifactError(f"{self.where}: '{key}' of its configuration must be a mapping of patterns to values")
-        about = reading.about(f"{self.where}: its configuration")
-        self.chosen = dict(zip(tables, by_ending(list(tables.values()), names, about, self.limits), strict=True))
+        about = reading.make_reporter(f"{self.where}: its configuration")
+        self.chosen = dict(zip(tables, match_endings(list(tables.values()), names, about, self.limits), strict=True))
 
     def none(self) -> str:
         """Why nothing was found."""
@@ -217,13 +217,13 @@ class _AdapterFileReader:
         shared = {} if layer.own else {name: self.tensor(key) for name, key in self.shared.items()}
         facts = LayerFacts(self.where, layer.name, keys or layer.keys, config, alpha, shared, onetrainer)
         shape = tensors.pop("reshape_weight", None)
-        made = changes_of(facts, tensors)
+        made = pop_changes(facts, tensors)
         for entry in made:
-            if entry.method == "diff" and largest(entry.tensors, 1.0) > self.limits.update:
+            if entry.method == "diff" and bound_change(entry.tensors, 1.0) > self.limits.update:
                 most = f"changes a {entry.param} by more than {self.limits.update:g}; fxplug.Limits can raise it"
                 raise ArtifactError(f"{self.where}: '{layer.name}' {most}")
         if tensors or not made:
-            form = nearest_form(tensors)
+            form = find_form(tensors)
             form.check_roles(tensors, facts)
             if form.make is not None:
                 form.check_sizes(tensors, facts)
@@ -258,7 +258,7 @@ class _AdapterFileReader:
             )
         if "mid" in tensors:  # a core between the two halves is the same as a larger down
             mid, low = tensors.pop("mid"), tensors["down"]
-            tensors["down"] = low_rank.cored(mid.float(), low.flatten(1).float()).to(low.dtype)
+            tensors["down"] = low_rank.multiply_core(mid.float(), low.flatten(1).float()).to(low.dtype)
             if not low.is_meta and not tensors["down"].isfinite().all():
                 raise ArtifactError(
                     f"{self.where}: '{keys['mid']}' times '{keys['down']}' has numbers out of range for {low.dtype}"
@@ -283,7 +283,7 @@ class _AdapterFileReader:
             tensors |= {"down": tensors["down"][:rank].contiguous(), "up": tensors["up"][:, :rank].contiguous()}
         if is_inner(layer):
             scale *= 2  # PEFT's MultiheadAttention adds this update twice, when it is called and when it is merged
-        if largest(tensors, scale) > self.limits.update:
+        if bound_change(tensors, scale) > self.limits.update:
             raise ArtifactError(
                 f"{self.where}: the update of '{layer.name}' is scaled by {scale:g} and can change a weight by more than "
                 f"{self.limits.update:g}, which is the limit; fxplug.Limits can raise it"
@@ -303,7 +303,7 @@ class _AdapterFileReader:
             return layer.keys["down"].removesuffix(f".{Lora.__name__}.down.weight") in str(self.about[TABLES]).split("\n")
         if self.kinds is None:  # only what the folder says of the block can tell
             graph = self.folder / "graph.json" if self.folder else None
-            read = object_of(reading.read_json(graph, limits=self.limits), str(graph)) if graph and kind_of(graph) else {}
+            read = parse_object(reading.read_json(graph, limits=self.limits), str(graph)) if graph and find_kind(graph) else {}
             modules = read.get("modules")
             given = {n: m.get("arguments") for n, m in modules.items() if type(m) is dict} if type(modules) is dict else {}
             self.kinds = {name: of.get("kind") for name, of in given.items() if type(of) is dict}
@@ -315,7 +315,7 @@ class _AdapterFileReader:
         value = self.state[key]
         if not isinstance(value, Tensor):
             raise ArtifactError(f"{self.where}: '{key}' is a {type(value).__name__}, not a tensor")
-        if odd := unreadable(value):
+        if odd := explain_unreadable(value):
             raise ArtifactError(f"{self.where}: '{key}' {odd}")
         integer = value.dtype != torch.bool and not value.is_complex()
         if not value.is_floating_point() and key.endswith(INTEGERS) and (integer or key.endswith("scaled_oft")):
@@ -370,9 +370,9 @@ class _AdapterFileReader:
         alpha = self.pattern_value(part, "alpha_pattern", layer, default)
         r = self.pattern_value(part, "rank_pattern", layer, config.get("r", absent.get("r")))
         if r is not None and (not isinstance(r, int) or isinstance(r, bool) or not 0 < r < 1 << 31):
-            raise ArtifactError(f"{about}the rank of '{layer.name}' must be a whole number, 1 or more, not {shown(r)}")
+            raise ArtifactError(f"{about}the rank of '{layer.name}' must be a whole number, 1 or more, not {quote(r)}")
         if config.get("use_rslora") not in (None, True, False):
-            raise ArtifactError(f"{about}use_rslora must be true or false, not {shown(config['use_rslora'])}")
+            raise ArtifactError(f"{about}use_rslora must be true or false, not {quote(config['use_rslora'])}")
         if "down" in tensors and r is not None and r != len(tensors["down"]):
             raise ArtifactError(f"{about}the rank of '{layer.name}' is {r}, and its tensors have {len(tensors['down'])}")
         for key, role in (("use_dora", "magnitude"), ("lora_bias", "bias")):
@@ -382,7 +382,7 @@ class _AdapterFileReader:
         if alpha is None:
             return None
         alpha = _number(alpha, f"{about}the alpha of '{layer.name}'")
-        return low_rank.scaling(rank, alpha, config.get("use_rslora") is True)
+        return low_rank.compute_scale(rank, alpha, config.get("use_rslora") is True)
 
     def pattern_value(self, part: str, key: str, layer: LayerKeys, default: Any) -> Any:
         """Return the value of the first of PEFT's patterns that matches a layer's name."""
@@ -421,7 +421,7 @@ def drop_unused(layers: dict[str, LayerKeys], state: Mapping[str, Any]) -> set[s
 
 def _number(value: Any, what: str) -> float:
     plain = isinstance(value, (bool, int, float, str, type(None)))
-    kind = shown(value) if plain else f"a {type(value).__name__.lower()}"
+    kind = quote(value) if plain else f"a {type(value).__name__.lower()}"
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGE:
         raise ArtifactError(f"{what} must be one finite number, not {kind}")
     return float(value)
@@ -434,7 +434,7 @@ def _packed(about: Mapping[str, Any], where: str, limits: Limits) -> dict[str, d
     if not isinstance(text, str):
         return made
     what = f"{where}: its lora_adapter_metadata"
-    for key, value in object_of(reading.parse_json(text, reading.about(what), limits), what).items():
+    for key, value in parse_object(reading.parse_json(text, reading.make_reporter(what), limits), what).items():
         part, _, name = key.rpartition(".") if key.partition(".")[0] in PARTS else ("", "", key)
         made.setdefault(part, {})[name] = value
     return made

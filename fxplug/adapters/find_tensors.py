@@ -26,28 +26,28 @@ SMALL = 8192  # bytes: numbers, such as alphas, are no larger
 NUMBERS = ("alpha", "scale", "on_input", "reshape_weight", "scaled_oft")
 
 
-def kind_of(path: Path) -> str:
+def find_kind(path: Path) -> str:
     """Return what is at a path: `folder`, `file` (or something else that can be opened), or "". Raises ArtifactError."""
-    with reading.reported(reading.about(path)):
+    with reading.report_errors(reading.make_reporter(path)):
         return "folder" if path.is_dir() else "file" if os.path.lexists(path) else ""
 
 
 def find(source: str | os.PathLike[str]) -> Path:
     """Return the file that holds the tensors of a file, a folder, or a repository on the hub. Raises ArtifactError."""
     path = local_path(source, "adapter")
-    what = kind_of(path)
+    what = find_kind(path)
     if what != "folder":
         if not what:
-            with reading.reported(reading.about(path.parent)):
+            with reading.report_errors(reading.make_reporter(path.parent)):
                 near = os.listdir(path.parent) if path.parent.is_dir() else []
             raise ArtifactError(f"no adapter file or folder '{path}'{did_you_mean(path.name, near)}")
         return path
-    with reading.reported(reading.about(path)):
+    with reading.report_errors(reading.make_reporter(path)):
         found = {entry.name: entry.is_dir() for entry in os.scandir(path)}
     chosen, files = choose_file([name for name, is_folder in found.items() if not is_folder])
     if chosen:
         return path / chosen
-    inner = sorted(name for name, is_folder in found.items() if is_folder and kind_of(path / name / "adapter_config.json"))
+    inner = sorted(name for name, is_folder in found.items() if is_folder and find_kind(path / name / "adapter_config.json"))
     if inner and not files:
         raise ArtifactError(f"'{path}' has the adapters {', '.join(inner)}: give the folder of one of them")
     names = f": give one of {', '.join(files[:6])}" if files else ""
@@ -90,14 +90,14 @@ def _without_values(key: Any, value: Any) -> Any:
     return value if kept else value.to("meta")
 
 
-def object_of(value: Any, where: str) -> dict[str, Any]:
+def parse_object(value: Any, where: str) -> dict[str, Any]:
     """Return a JSON object. Raises ArtifactError for another value; `where` names its source."""
     if not isinstance(value, dict):
         raise ArtifactError(f"{where} is not JSON object")
     return value
 
 
-def joined_sam(state: dict[str, Any], where: str) -> dict[str, Any]:
+def join_sam(state: dict[str, Any], where: str) -> dict[str, Any]:
     """Join Sam_LoRA's numbered pairs to one update for each layer: its outputs begin with the query (even numbers), end with
     value.
 
@@ -122,7 +122,7 @@ def joined_sam(state: dict[str, Any], where: str) -> dict[str, Any]:
     return made
 
 
-def unreadable(value: Tensor) -> str:
+def explain_unreadable(value: Tensor) -> str:
     """Return why a tensor's numbers cannot be read like those of any other, and what to do; "" if they can."""
     kind = type(value)
     if kind not in (Tensor, nn.Parameter, nn.Buffer):

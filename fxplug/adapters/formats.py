@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ..blocks.base import UpdateKind
-from ..blocks.low_rank import lokr_shapes
+from ..blocks.low_rank import choose_lokr_shapes
 from .contents import ModelLayer
 from .file_keys import INNER
-from .layer_names import SWAPPED, first_names
+from .layer_names import SWAPPED, map_first_names
 from .tables import FORMATS, PARTS
-from .updates import Entry, has_lokr_of_3_dims, joined
+from .updates import Entry, has_lokr_of_3_dims, join
 from .wrapped import OUT_PROJ
 
 CONFIGURED = ("peft", "diffusers")  # what says ranks and alphas in a configuration
@@ -33,7 +33,7 @@ SCALED = (".query_norm", ".key_norm")  # norms of Flux's own code, whose weight 
 # --- names of layers
 
 
-def part_of(classes: Sequence[str]) -> str:
+def find_part(classes: Sequence[str]) -> str:
     """Return the pipeline component (unet, text_encoder or transformer) of a model, judged by the names of its classes."""
     name = next(iter(classes), "")
     if "UNet" in name:
@@ -47,7 +47,7 @@ def start_of(as_: str, part: str) -> str:
     return str(row.get("parts", {}).get(part, row["start"])).replace("{part}", part)
 
 
-def format_of(entry: Entry) -> str:
+def find_format(entry: Entry) -> str:
     """Return the format that the name of an update's layer belongs to; "" if several formats share it."""
     if entry.flat:
         return "" if ":" in entry.name else "lycoris" if entry.name.startswith(start_of("lycoris", "")) else "kohya"
@@ -55,7 +55,7 @@ def format_of(entry: Entry) -> str:
     return named or ("diffusers" if entry.part in PARTS else "")
 
 
-def named(
+def name_layers(
     entries: Sequence[Entry], as_: str, layers: Mapping[str, ModelLayer], part: str
 ) -> tuple[list[tuple[str, Entry]], dict[str, str]]:
     """Return each update with its layer's name in the format, and the ones without such a name, by path, with the reason."""
@@ -90,7 +90,7 @@ def _flat(rows: Sequence[tuple[str, Entry]], start: str) -> tuple[list[tuple[str
 def _first(entries: Sequence[Entry], layers: Mapping[str, ModelLayer]) -> tuple[list[tuple[str, Entry]], dict[str, str]]:
     """Updates under the first names of their layers; their paths where there are none."""
     known: dict[str, tuple[str, tuple[str, ...]]] = {}
-    for name, paths in first_names(layers).items():
+    for name, paths in map_first_names(layers).items():
         for path in paths:
             known.setdefault(path.removesuffix(SWAPPED), (name, paths))
     groups: dict[Any, dict[str, Entry]] = {}  # a layer may have a change of its weight, and one of its bias
@@ -114,14 +114,14 @@ def _first(entries: Sequence[Entry], layers: Mapping[str, ModelLayer]) -> tuple[
             left |= dict.fromkeys(found, why)
             continue
         widths = {path: layers[path].shape[0] for path in own}
-        made.append((name, joined(turned, widths)))
+        made.append((name, join(turned, widths)))
     return made, left
 
 
 # --- tensors by key
 
 
-def refused(entry: Entry, as_: str, layer: ModelLayer | None) -> str:
+def explain_refusal(entry: Entry, as_: str, layer: ModelLayer | None) -> str:
     """Why a format cannot hold an update; an empty text where it can."""
     if entry.method == "diff":
         return "" if _has_form(as_, entry) else f"has a whole change of its {entry.param}, which {as_} cannot represent"
@@ -165,7 +165,7 @@ def _has_form(as_: str, entry: Entry) -> bool:
     return names is not None and by_input and entry.tensors.keys() <= {*kind.tensors, *names}
 
 
-def alpha_of(entry: Entry) -> float:
+def get_alpha(entry: Entry) -> float:
     """Return the alpha (scale times rank) of an update, to the precision of a float32."""
     return float(f"{entry.scale * entry.rank:.7g}")
 
@@ -174,7 +174,7 @@ def alpha_of(entry: Entry) -> float:
 _CHANGES = {("weight", False): "diff", ("bias", False): "diff_b", ("weight", True): "w_norm", ("bias", True): "b_norm"}
 
 
-def biases_alone(entries: Sequence[Entry], as_: str) -> dict[str, str]:
+def find_lone_biases(entries: Sequence[Entry], as_: str) -> dict[str, str]:
     """Return the bias changes that LyCORIS would ignore because no other update is beside them, by place, with the reason."""
     whole = {entry.path for entry in entries if entry.method == "diff" and entry.param == "weight"}
     changes = [e for e in entries if e.method == "diff" and e.param != "weight"]
@@ -185,7 +185,7 @@ def biases_alone(entries: Sequence[Entry], as_: str) -> dict[str, str]:
     return left | other
 
 
-def joined_biases(entries: Sequence[Entry]) -> list[Entry]:
+def join_biases(entries: Sequence[Entry]) -> list[Entry]:
     """Return the entries with each bias change beside a LoRA merged into the LoRA, where PEFT scales it along."""
     own = {e.path: e for e in entries if e.kind == "lora" and e.scale}
     biases = {e.path: e for e in entries if e.method == "diff" and e.param == "bias" and e.path in own}
@@ -219,7 +219,7 @@ def split_biases(entries: Sequence[Entry]) -> list[Entry]:
     return made
 
 
-def tensors_of(as_: str, key: str, entry: Entry, layer: ModelLayer, biased: bool = False) -> dict[str, Tensor]:
+def make_tensors(as_: str, key: str, entry: Entry, layer: ModelLayer, biased: bool = False) -> dict[str, Tensor]:
     """Return an update's tensors under the keys of a format, below `key`; `biased` means that each layer of the file has a
     bias."""
     t = dict(entry.tensors)
@@ -229,7 +229,7 @@ def tensors_of(as_: str, key: str, entry: Entry, layer: ModelLayer, biased: bool
     keys = _names(as_, kind) or {}
     if as_ == "fxplug":  # the names that the blocks of a pass have, or where these say less LyCORIS'
         if entry.kind.endswith("by input"):
-            return tensors_of("comfy", key, entry, layer)
+            return make_tensors("comfy", key, entry, layer)
         key = f"{entry.part or 'adapter'}.{key}.{kind.block}"
     if as_ in CONFIGURED or as_ == "fxplug":
         if layer.kind == "Embedding" and "down" in t:
@@ -248,7 +248,7 @@ def tensors_of(as_: str, key: str, entry: Entry, layer: ModelLayer, biased: bool
             t["lokr_w1"] = (t["lokr_w1"].double() * entry.scale).to(t["lokr_w1"].dtype)
         if "magnitude" in t:
             t["magnitude"] = t["magnitude"].reshape(*((1, -1) if entry.kind.endswith("by input") else (-1, 1)), *around)
-        alpha = full_lokr_rank(entry) if _is_full_lokr(entry) else alpha_of(entry)
+        alpha = full_lokr_rank(entry) if _is_full_lokr(entry) else get_alpha(entry)
         own = torch.tensor(alpha, dtype=next(iter(t.values())).dtype)
         scale = {f"{key}.alpha": own if own.item() == alpha else torch.tensor(alpha, dtype=torch.float32)}
     return {**{f"{key}.{keys.get(name, name)}": value for name, value in t.items()}, **scale}
@@ -262,7 +262,7 @@ def _is_full_lokr(entry: Entry) -> bool:
 # --- PEFT's configuration
 
 
-def config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) -> dict[str, Any]:
+def make_config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) -> dict[str, Any]:
     """Return the `adapter_config.json` for the updates by path, all of one kind."""
     base = next(iter(rows))[1].kind.partition("+")[0].replace("dora", "lora")
     ranks, alphas = {}, {}
@@ -272,7 +272,7 @@ def config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) 
         path = entry.options.get("target", path)
         whole = "lokr_w2" in entry.tensors
         ranks[path] = full_lokr_rank(entry) if whole else entry.rank
-        alphas[path] = entry.scale * ranks[path] if whole else alpha_of(entry)
+        alphas[path] = entry.scale * ranks[path] if whole else get_alpha(entry)
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
     made: dict[str, Any] = {
         "peft_type": base.upper(),
@@ -301,7 +301,7 @@ def config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) 
     return made
 
 
-def unlike(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) -> dict[str, str]:
+def find_unlike(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) -> dict[str, str]:
     """Return the updates that cannot share one PEFT configuration with the others, by path, with the reason."""
     if not rows:
         return {}
@@ -337,7 +337,7 @@ def _lokr_options(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelL
 
     def others(factor: int) -> list[str]:
         ranks = {path: full_lokr_rank(entry) if "lokr_w2" in made[path] else entry.rank for path, entry in rows}
-        return [p for p in made if lokr_shapes(layers[p].shape, ranks[p], factor, both, cores) != made[p]]
+        return [p for p in made if choose_lokr_shapes(layers[p].shape, ranks[p], factor, both, cores) != made[p]]
 
     sides = {(shapes.get("lokr_w1") or shapes["lokr_w1_a"])[0] for shapes in made.values()}
     factor = min((-1, *sides), key=lambda factor: len(others(factor)))

@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.errors import DEFAULT, ArtifactError, Limits, printable, shown
-from .contents import layers_of
-from .file_passes import FormPlan, plan_for
+from ..core.errors import DEFAULT, ArtifactError, Limits, make_printable, quote
+from .contents import list_layers
+from .file_passes import FormPlan, make_plan
 from .files import AdapterFile, Source, read
-from .formats import format_of
+from .formats import find_format
 from .layer_matching import Fit
-from .layer_names import looks_like
+from .layer_names import guess_family
 from .loading import fit_to
 from .slots import Adapters
-from .tables import FORMATS, table
+from .tables import FORMATS, read_table
 
 SHOWN = 5  # so many of a kind are listed
 TRAINED = ("ss_network_dim", "ss_network_alpha", "ss_network_args", "ss_steps", "ss_epoch", "ss_learning_rate", "ss_optimizer")
@@ -80,17 +80,17 @@ class Inspection:
             name = said.get("name") if isinstance(said, dict) else said
             if isinstance(name, str) and name:
                 version = said.get("version") if isinstance(said, dict) else None
-                return printable(f"{name} {version}" if version else name)[:80]
-        for key, start, tool in table("formats")["marks"]:
+                return make_printable(f"{name} {version}" if version else name)[:80]
+        for key, start, tool in read_table("formats")["marks"]:
             if str(about.get(key, "\0")).startswith(start) and key in about:
                 return str(tool)
-        known = Counter(as_ for entry in self.file.entries if (as_ := format_of(entry)))
+        known = Counter(as_ for entry in self.file.entries if (as_ := find_format(entry)))
         return f"unknown, with names like those of {FORMATS[known.most_common(1)[0][0]]['tool']}" if known else "unknown"
 
     @property
     def family(self) -> str:
         """Models whose own layers have such names, if they can be identified; else ""."""
-        return looks_like(entry.path for entry in self.file.entries)
+        return guess_family(entry.path for entry in self.file.entries)
 
     def __str__(self) -> str:
         lines = [f"{self.file.source}", *(f"  {key:<11} {text}" for key, text in self._rows())]
@@ -111,12 +111,12 @@ class Inspection:
             rows.append(("trained", trained))
         for part in file.parts:
             some = [entry for entry in file.entries if entry.part == part]
-            rows.append(("part", f"{part or '(no name)'}: {len(some)} layers, such as {shown(some[0].name)}"))
+            rows.append(("part", f"{part or '(no name)'}: {len(some)} layers, such as {quote(some[0].name)}"))
         if family := self.family:
             rows.append(("names", f"those of {family}"))
         if file.rest:
             rows.append(("beside", f"{len(file.rest)} tensors are not part of an update: "
-                                   f"{_listed([shown(key) for key in file.rest])}"))
+                                   f"{_listed([quote(key) for key in file.rest])}"))
         return rows + self._fit_rows()
 
     def _fit_rows(self) -> list[tuple[str, str]]:
@@ -132,7 +132,7 @@ class Inspection:
             rows.append(("covers", f"{len(found.placed)} of the model's {self.layers} layers, {share}"))
             for part, entries in found.others.items():
                 rows.append(("other part", f"{len(entries)} layers are for {part or '(no name)'}"))
-            rows += [("not here", printable(text)) for text in found.findings()]
+            rows += [("not here", make_printable(text)) for text in found.findings()]
             if found.assumed:
                 rows.append(("assumed", f"no scale is given for {len(found.assumed)} layers, it is taken as 1"))
         if self.slots is not None:
@@ -140,7 +140,7 @@ class Inspection:
             lacks = f", {len(found.outside)} layers have none: {_listed([*found.outside])}" if found.outside else ""
             rows.append(("slots", f"{gone} updates have slots here{lacks}"))
         for path, why in list(self.plan.unheld.items())[:SHOWN]:
-            rows.append(("no slot", printable(f"'{path}' {why}")))
+            rows.append(("no slot", make_printable(f"'{path}' {why}")))
         if len(self.plan.unheld) > SHOWN:
             rows.append(("no slot", f"and {len(self.plan.unheld) - SHOWN} more"))
         for name in dict.fromkeys(form.name for form in self.plan.forms):
@@ -187,9 +187,9 @@ def inspect_adapter(
     file = read(source, adapter=adapter, config=config, meta=True, limits=limits)
     if model is None:
         return Inspection(file)
-    layers = len(layers_of(model))
+    layers = len(list_layers(model))
     try:
-        plan = plan_for([(file, {"part": part, "partial": True, "guess": guess})], model)
+        plan = make_plan([(file, {"part": part, "partial": True, "guess": guess})], model)
     except ArtifactError as error:
         return Inspection(file, why=f"it does not fit: {error}", layers=layers)
     return Inspection(file, plan, layers=layers, slots=_in_slots(file, model, part, guess))
@@ -206,8 +206,8 @@ def _metadata(about: Mapping[str, Any], keys: Sequence[str], all_: bool = False)
     """Format a file's metadata under some keys: the first one present, or all with their names."""
     found = {key: about[key] for key in keys if about.get(key) not in (None, "", "None", "{}")}
     if all_:
-        return ", ".join(f"{key.removeprefix('ss_')} {shown(value)}" for key, value in found.items())
-    return ", ".join(f"{shown(value)} ({key})" for key, value in found.items())
+        return ", ".join(f"{key.removeprefix('ss_')} {quote(value)}" for key, value in found.items())
+    return ", ".join(f"{quote(value)} ({key})" for key, value in found.items())
 
 
 def _counted(counts: Mapping[Any, int]) -> str:

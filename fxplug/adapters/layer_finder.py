@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Any
 
 from ..core.errors import ArtifactError
-from .layer_names import SWAPPED, first_names, fused_names
+from .layer_names import SWAPPED, map_first_names, map_fused_names
 from .updates import AdapterFile, Entry
 
-Home = tuple[str, ...]  # the layers of an entry, as `first_names` gives them; none for an entry without one
+Home = tuple[str, ...]  # the layers of an entry, as `map_first_names` gives them; none for an entry without one
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class LayerFinder:
     @cached_property
     def fused(self) -> Mapping[str, tuple[str, Home]]:
         """Fused layer that the model calls instead of each of the layers it consists of, and all of these."""
-        here = {name: paths for name, paths in fused_names(self.shapes).items() if name in self.shapes}
+        here = {name: paths for name, paths in map_fused_names(self.shapes).items() if name in self.shapes}
         same = {name: paths for name, paths in here.items() if self.joint_shape(paths) == tuple(self.shapes[name])}
         return {path: (name, paths) for name, paths in same.items() for path in paths}
 
     @cached_property
     def names(self) -> Mapping[str, Home]:
         """Layers by the names that they have in their family's own code; none without `old`."""
-        found = {**fused_names(self.shapes), **first_names(self.shapes, also=True)} if self.old else {}
+        found = {**map_fused_names(self.shapes), **map_first_names(self.shapes, also=True)} if self.old else {}
         return found | {name.replace(".", "_"): home for name, home in found.items()}
 
     def joint_shape(self, home: Home) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ def match_by_order(entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...
     another number of layers than of entries, with the shapes.
     """
     homes: dict[int, tuple[str, ...]] = {}
-    left = dict(sorted(enumerate(entries), key=lambda pair: number_key(pair[1].name)))
+    left = dict(sorted(enumerate(entries), key=lambda pair: make_number_key(pair[1].name)))
     for shape in dict.fromkeys(shapes.values()):
         paths = [path for path, of in shapes.items() if of == shape]
         fitting = [n for n, entry in left.items() if entry.fits(shape)]
@@ -165,6 +165,6 @@ def match_by_order(entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...
     return NameMatches([homes.get(n, ()) for n in range(len(entries))], len(homes))
 
 
-def number_key(name: str) -> list[tuple[int, int, str]]:
+def make_number_key(name: str) -> list[tuple[int, int, str]]:
     """Return a sort key of a name: numbers by their value, the rest by letters."""
     return [(0, int(text), "") if text.isdecimal() else (1, 0, text) for text in re.split(r"(\d+)", name) if text]

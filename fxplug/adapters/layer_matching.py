@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..core.errors import ArtifactError, brief_fields, did_you_mean
+from ..core.errors import ArtifactError, did_you_mean, format_fields
 from .layer_finder import Home, LayerFinder, NameMatches, match_by_order
-from .layer_names import SWAPPED, looks_like
+from .layer_names import SWAPPED, guess_family
 from .own_files import check_no_own
-from .tables import PARTS, table
-from .updates import AdapterFile, Entry, joined, with_projections
+from .tables import PARTS, read_table
+from .updates import AdapterFile, Entry, add_projections, join
 
 _COMFYS_TEXT = re.compile(r"text_encoders\.((\w+)\.)transformer\.")
 DENOISERS = ("unet", "transformer", "diffusion_model")  # what tools call the one denoiser of a pipeline
@@ -24,8 +24,8 @@ def split_part(name: str) -> tuple[str, str, str]:
     start = "base_model.model." if name.startswith("base_model.model.") else ""
     inner = name.removeprefix(start)
     if m := _COMFYS_TEXT.match(inner):
-        return start + m[0], table("formats")["starts"].get(m[1], f"text_encoder_{m[2]}"), inner.removeprefix(m[0])
-    for prefix, part in table("formats")["starts"].items():
+        return start + m[0], read_table("formats")["starts"].get(m[1], f"text_encoder_{m[2]}"), inner.removeprefix(m[0])
+    for prefix, part in read_table("formats")["starts"].items():
         if inner.startswith(prefix):
             return start + prefix, part, inner.removeprefix(prefix)
     if ":" in inner:  # a layer by its number
@@ -56,7 +56,7 @@ class Fit:
     guessed: Mapping[str, str] = field(default_factory=dict)
     homeless: Mapping[str, str] = field(default_factory=dict)
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     @property
     def assumed(self) -> list[str]:
@@ -80,7 +80,7 @@ class Fit:
         if self.missing:
             some = [f"'{e.name}'{did_you_mean(e.path, self._alike(e))}" for e in self.missing[:3]]
             of = len(self.file.entries) - sum(len(entries) for entries in self.others.values())
-            like = looks_like(e.path for e in self.missing)
+            like = guess_family(e.path for e in self.missing)
             like = f"; names like these are used by {like}" if like and not self.placed else ""
             text = f"{len(self.missing)} of {of} layers are not in the graph: {_listed(some, len(self.missing))}{like}"
             if self.guessed:
@@ -191,7 +191,7 @@ def fit(
             found |= {p: hits} if guess else {}
             guessed |= {e.name: home[0] for e, home in zip(groups[p], hits.homes, strict=True) if home}
     for p in taken:
-        groups[p] = with_projections(groups[p], [finder.joint_shape(home) if home else None for home in found[p].homes])
+        groups[p] = add_projections(groups[p], [finder.joint_shape(home) if home else None for home in found[p].homes])
     placed: dict[str, Entry] = dict(wrapped)
     missing: list[Entry] = []
     mismatched: dict[str, str] = {}
@@ -237,7 +237,7 @@ def fit(
             outside[path] = first.name
         else:
             whole_of = {p: entry.as_lora(finder.shapes[p]) for p, entry in some_of.items()}
-            made = joined(whole_of, {p: finder.shapes[p][0] for p in parts})
+            made = join(whole_of, {p: finder.shapes[p][0] for p in parts})
             placed[path] = replace(made, path=path).shaped(shapes[path])
     for key, entry in more.items():
         if beside is None:

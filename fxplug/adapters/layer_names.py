@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .tables import table
+from .tables import read_table
 
 # any vision transformer has them: they tell no family
 SHARED_WITH_TIMM = tuple(f"blocks.{{i}}.{name}" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"))
@@ -40,7 +40,7 @@ class Family:
 def families() -> tuple[Family, ...]:
     """Return the families in the order in which a graph is compared with them."""
     made = []
-    for row in table("families")["families"]:
+    for row in read_table("families")["families"]:
         names, also = (_rows(row.get(key, {}), row.get("time", "")) for key in ("names", "also"))
         made.append(Family(row["name"], tuple(one.replace("{time}", row.get("time", "")) for one in row["has"]), names, also))
     return tuple(made)
@@ -59,7 +59,7 @@ def _rows(rows: Any, time: str, old: str = "", new: str = "") -> dict[str, str]:
     return made
 
 
-def first_names(layers: Iterable[str], also: bool = False) -> dict[str, tuple[str, ...]]:
+def map_first_names(layers: Iterable[str], also: bool = False) -> dict[str, tuple[str, ...]]:
     """Return the layers of a graph by their names in the family's original code, empty for a graph of no known family.
 
     Several layers are those whose outputs, in this order, were one layer's; a path that ends in `~` has the two halves of its
@@ -76,7 +76,7 @@ def first_names(layers: Iterable[str], also: bool = False) -> dict[str, tuple[st
     return _names({**family.names, **family.also} if also else family.names, known, start)
 
 
-def fused_names(layers: Iterable[str]) -> dict[str, tuple[str, ...]]:
+def map_fused_names(layers: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return the `FUSED` name of layers of a graph, whether it has that layer or not, and these layers in order."""
     known = dict.fromkeys(layers)
     owners = dict.fromkeys(path.rpartition(".")[0] for path in known if path.endswith(("to_k", "add_k_proj")))
@@ -97,7 +97,7 @@ def family_of(layers: Iterable[str]) -> tuple[Family, str] | None:
     return None
 
 
-def looks_like(names: Iterable[str]) -> str:
+def guess_family(names: Iterable[str]) -> str:
     """Return the name of the family whose own names match most of some layers' names; "" if there is none. Several: "a or
     b"."""
     counted = collections.Counter[str]()
@@ -177,7 +177,7 @@ def _unet(layers: Mapping[str, None]) -> dict[str, str]:
         owners[f"up_blocks.{level}.upsamplers.0"] = f"output_blocks.{number - 1}.{1 + attends}"
     owners |= {"mid_block.resnets.0": "middle_block.0", "mid_block.attentions.0": "middle_block.1"}
     owners |= {"mid_block.resnets.1": "middle_block.2"}
-    unet = table("families")["unet"]
+    unet = read_table("families")["unet"]
     resnet = {new: old for old, new in unet["resnets"].items()}
     names = {old: new for old, new in unet["names"].items() if new in layers}
     for path in layers:
@@ -191,7 +191,7 @@ def _unet(layers: Mapping[str, None]) -> dict[str, str]:
     return names
 
 
-def new_name(layer: str) -> str:
+def rename_processor(layer: str) -> str:
     """Rename `X.processor.to_q` to `X.to_q`: the LoRAs of diffusers' attention processors update that layer."""
     owner, _, last = layer.removesuffix("_lora").rpartition(".")
     if owner.rpartition(".")[2] == "self_attn":  # a text encoder's

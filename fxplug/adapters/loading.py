@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..blocks.base import kind_of
+from ..blocks.base import get_kind
 from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean
 from ..core.ir.comparison import REWRITTEN, is_close
-from ..core.locks import locks_of, write_lock
-from ..core.quantised import is_transposed, weight_shape
-from .banks import Bank, rows_for
+from ..core.locks import get_locks, write_lock
+from ..core.quantised import get_weight_shape, is_transposed
+from .banks import Bank, make_rows
 from .base_weights import warn_on_other_base
 from .files import AdapterFile, Fit, Source, fit, read
-from .own_files import candidate_banks, description, of_pass
-from .saved_heads import resized_layers, trained_layers, without_heads
+from .own_files import match_tensors, read_description, read_pass_file
+from .saved_heads import find_resized_layers, get_trained_layers, without_heads
 from .updates import Entry
 
 
@@ -65,18 +65,18 @@ def load_adapter(
     """
     file = _read(source, module, adapter, config, limits)
     if file.own:
-        homes = {**trained_layers(module), **resized_layers(module)}
-        _write(module, candidate_banks(module, without_slots(module, passes), homes, file))
+        homes = {**get_trained_layers(module), **find_resized_layers(module)}
+        _write(module, match_tensors(module, get_slotless_passes(module, passes), homes, file))
         return Fit(file, {key: tuple(value.shape) for key, value in file.own.items()}, {})
     file, heads = without_heads(file, module)
     banks = blocks_of(module, passes) if file.entries else {}
-    found = fit_to(file, banks, module, lambda: weights_of(module), part, guess)
+    found = fit_to(file, banks, module, lambda: list_weights(module), part, guess)
     if not (partial and found.placed):
         found.check()
 
-    there = functools.partial(tensor_of, module)
+    there = functools.partial(find_tensor, module)
     warn_on_other_base(file.source, file.about, there)
-    ready = [row for rows in rows_for(banks, found.placed, there).values() for row in rows]
+    ready = [row for rows in make_rows(banks, found.placed, there).values() for row in rows]
     scales = {row[0].block: found.placed[row[0].key].scale for row in ready if row[0].key in found.placed}
     writes: list[tuple[Tensor, Tensor]] = []
     for rows in banks.values():
@@ -101,17 +101,17 @@ def _read(source: Source, module: Any, adapter: str | None, config: Mapping[str,
         if not file.rest:
             return file
     except ArtifactError:
-        if (own := of_pass(source, without_slots(module, None), limits)) is None:
+        if (own := read_pass_file(source, get_slotless_passes(module, None), limits)) is None:
             raise
         return own
-    return of_pass(source, without_slots(module, None), limits) or file
+    return read_pass_file(source, get_slotless_passes(module, None), limits) or file
 
 
 @torch.no_grad()
 def _write(module: nn.Module, writes: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Write values into a module's tensors, all or none, while no call runs."""
     before = [(target, target.clone()) for target, _ in writes]
-    locks = locks_of(module)
+    locks = get_locks(module)
     with write_lock(locks):
         try:
             for one in locks:
@@ -125,7 +125,7 @@ def _write(module: nn.Module, writes: Sequence[tuple[Tensor, Tensor]]) -> None:
             raise
 
 
-def without_slots(module: Any, passes: Sequence[str] | None) -> dict[str, Any]:
+def get_slotless_passes(module: Any, passes: Sequence[str] | None) -> dict[str, Any]:
     """Return the records of a module's passes without slots by name, of those in `passes` or of all.
 
     Raises SpecError for a name that is no pass here, and for a pass with slots.
@@ -145,9 +145,9 @@ def without_slots(module: Any, passes: Sequence[str] | None) -> dict[str, Any]:
 def blocks_of(module: Any, passes: Sequence[str] | None) -> dict[str, list[Bank]]:
     """Return the blocks of passes without slots as banks, by pass. Raises SpecError for another name, and if there are none."""
     made: dict[str, list[Bank]] = {}
-    for name, entry in without_slots(module, passes).items():
+    for name, entry in get_slotless_passes(module, passes).items():
         sites = {site["block"]: site for site in reversed(entry["sites"]) if site["block"] and not site.get("apart")}
-        banks = [bank for site in reversed(sites.values()) if (bank := bank_of(module, site)) is not None]
+        banks = [bank for site in reversed(sites.values()) if (bank := make_bank(module, site)) is not None]
         if banks:
             made[name] = banks
     if not made:
@@ -156,10 +156,10 @@ def blocks_of(module: Any, passes: Sequence[str] | None) -> dict[str, list[Bank]
     return made
 
 
-def bank_of(module: nn.Module, site: Mapping[str, Any]) -> Bank | None:
+def make_bank(module: nn.Module, site: Mapping[str, Any]) -> Bank | None:
     """Return the block of a site as a bank of one; None for a block that adapter files cannot represent."""
     block: Any = module.get_submodule(site["block"])
-    kind, path = kind_of(block), site["path"].partition("@")[0]
+    kind, path = get_kind(block), site["path"].partition("@")[0]
     if kind is None or not kind.neutral:
         return None
     names = {state: name for name, state in kind.state.items()}
@@ -172,7 +172,7 @@ def bank_of(module: nn.Module, site: Mapping[str, Any]) -> Bank | None:
     if site["place"] != "param" and kind.method:
         facts["options"] = {"side": "output" if site["place"] == "after" else "input"}
         weight = getattr(layer, "weight", None)
-        facts["shape"] = weight_shape(layer, weight) if isinstance(weight, Tensor) else facts["shape"]
+        facts["shape"] = get_weight_shape(layer, weight) if isinstance(weight, Tensor) else facts["shape"]
     return Bank(path, site["block"], **{**facts, "shape": tuple(facts["shape"])})
 
 
@@ -217,20 +217,20 @@ def is_table(module: Any, path: str) -> bool:
     return isinstance(module_at(module, path), nn.Embedding)
 
 
-def tensor_of(module: Any, name: str) -> Tensor | None:
+def find_tensor(module: Any, name: str) -> Tensor | None:
     """Return a parameter or buffer by its name in the state dict; None if there is none of that name."""
     path, _, last = name.rpartition(".")
     home = module_at(module, path)
     return None if home is None else home._parameters.get(last, home._buffers.get(last))
 
 
-def weights_of(module: nn.Module) -> dict[str, Sequence[int]]:
+def list_weights(module: nn.Module) -> dict[str, Sequence[int]]:
     """Return the weight shapes of a module's layers, by path."""
     rows = [(path, m, m._parameters.get("weight")) for path, m in module.named_modules()]
-    return {path: weight_shape(layer, weight) for path, layer, weight in rows if weight is not None}
+    return {path: get_weight_shape(layer, weight) for path, layer, weight in rows if weight is not None}
 
 
-def tied(module: nn.Module) -> dict[str, list[str]]:
+def find_tied(module: nn.Module) -> dict[str, list[str]]:
     """Return the layers that share their weight with other layers, by path, with these."""
     rows: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -253,7 +253,7 @@ def fit_to(
     applied = getattr(module, "meta", {}).get("passes", [])
     at = {(site["block"], site["path"].partition("@")[0]) for entry in applied for site in entry["sites"]}
     tokens = [entry for entry in file.entries if entry.method == "tokens"]
-    same = tied(module) if module is not None and tokens else {}
+    same = find_tied(module) if module is not None and tokens else {}
     for bank in homes:
         lacks = [name for name in same.get(bank.path, ()) if (bank.block, name) not in at]
         if bank.param == "weight" and bank.update_kind.whole and lacks:
@@ -283,7 +283,7 @@ def _by_layer(file: AdapterFile, homes: Sequence[Bank]) -> AdapterFile:
     banks = {bank.block.partition(".")[2]: bank for bank in homes if bank.update_kind.is_decomposed}
     entries: dict[str, Entry] = {}
     left = set(file.own)
-    for path, _, block in (site for row in description(file)["passes"] for site in row["sites"]):
+    for path, _, block in (site for row in read_description(file)["passes"] for site in row["sites"]):
         own = {key.removeprefix(f"{block}."): value for key, value in file.own.items() if key.startswith(f"{block}.")}
         bank = banks.get(block.partition(".")[2])
         if bank is None or own.keys() != {*bank.parameters, "scale"} or own["scale"].numel() != 1:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..blocks import low_rank, update_kinds
+from ..blocks import list_update_kinds, low_rank
 from ..blocks.base import Method
-from ..blocks.low_rank import trimmed
-from ..blocks.orthogonal import cayley
+from ..blocks.low_rank import trim_shape
+from ..blocks.orthogonal import compute_cayley
 
 Tensors = Mapping[str, Tensor]
 Options = Mapping[str, Any]
@@ -50,7 +50,7 @@ def _normed(blocks: Tensor, constraint: float) -> Tensor:
 
 def _diag_oft(w: Tensor, t: Tensors, o: Options) -> Tensor:
     """Rotate outputs in blocks, then rescale them."""
-    turns = cayley(_normed(t["oft_blocks"], o["constraint"] * w.shape[0]))  # (I - Q)(I + Q)^-1 is LyCORIS' transpose
+    turns = compute_cayley(_normed(t["oft_blocks"], o["constraint"] * w.shape[0]))  # (I - Q)(I + Q)^-1 is LyCORIS' transpose
     made = torch.bmm(turns, w.reshape(len(turns), turns.shape[-1], -1)).reshape(w.shape)
     return made * t["rescale"].reshape(-1, *[1] * (w.dim() - 1)) if "rescale" in t else made
 
@@ -59,7 +59,7 @@ def _butterflies(w: Tensor, t: Tensors, o: Options) -> Tensor:
     """Rotate outputs in butterflies of blocks, then rescale them."""
     q = _normed(t["oft_blocks"], o["constraint"] * w.shape[0])
     levels, _, size, _ = q.shape
-    turns = cayley(-q.flatten(0, 1)).reshape(q.shape)
+    turns = compute_cayley(-q.flatten(0, 1)).reshape(q.shape)
     made = w.flatten(1)
     for level in range(levels):
         order = torch.arange(len(made)).view(-1, 2, 2**level * size // 2).transpose(1, 2).flatten()
@@ -73,8 +73,8 @@ def _glora(w: Tensor, t: Tensors, o: Options) -> Tensor:
     """Return W + scale * (W a1 a2 + b1 b2)."""
     a = t["a1"].flatten(1) @ t["a2"].flatten(1)
     wa = torch.einsum("oi...,ij->oj...", w, a)
-    b2 = low_rank.cored(t["bm"], t["b2"].flatten(1)) if "bm" in t else t["b2"]
-    made: Tensor = w + o["scale"] * (wa + low_rank.product(t["b1"], b2, w.shape))
+    b2 = low_rank.multiply_core(t["bm"], t["b2"].flatten(1)) if "bm" in t else t["b2"]
+    made: Tensor = w + o["scale"] * (wa + low_rank.multiply(t["b1"], b2, w.shape))
     return made
 
 
@@ -130,7 +130,7 @@ def _sparse(w: Tensor, t: Tensors, o: Options) -> Tensor:
 
 def _sparse_fits(t: Tensors, o: Options, shape: Sequence[int]) -> bool:
     most = [0, 0] if t["at"].is_meta else t["at"].long().amax(1).tolist()
-    return len(trimmed(shape)) <= 2 and len(shape) > 1 and most[0] < shape[0] and most[1] < shape[1]
+    return len(trim_shape(shape)) <= 2 and len(shape) > 1 and most[0] < shape[0] and most[1] < shape[1]
 
 
 def _randlora(w: Tensor, t: Tensors, o: Options) -> Tensor:
@@ -199,7 +199,9 @@ def _rows(w: Tensor, t: Tensors, o: Options) -> Tensor:
 
 METHODS = {
     "whole": Method(
-        lambda w, t, o: t["whole"].reshape(w.shape), lambda t, o, shape: trimmed(t["whole"].shape) == trimmed(shape), ("whole",)
+        lambda w, t, o: t["whole"].reshape(w.shape),
+        lambda t, o, shape: trim_shape(t["whole"].shape) == trim_shape(shape),
+        ("whole",),
     ),
     "tokens": Method(_rows, lambda t, o, s: len(s) == 2 and s[1] == t["rows"].shape[1] and s[0] > max(o["rows"])),
     "glora": Method(
@@ -233,7 +235,7 @@ METHODS = {
 }  # fmt: skip
 
 
-def method_named(name: str) -> Method | None:
+def find_method(name: str) -> Method | None:
     """Find the method of that name: a block's own, or one of the table; None where there is none."""
-    own = (kind.algebra for kind in update_kinds().values() if kind.method == name and name)
+    own = (kind.algebra for kind in list_update_kinds().values() if kind.method == name and name)
     return next(own, None) or METHODS.get(name)

@@ -14,7 +14,7 @@ from ..core import reading
 from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean
 from ..core.spec.pass_file import load_pass
 from ..core.spec.rules import Pass
-from .find_tensors import find, load, object_of, unreadable
+from .find_tensors import explain_unreadable, find, load, parse_object
 from .updates import AdapterFile
 
 OWN = "fxplug.adapter"  # the key of a file's metadata that says which passes it has, and which layers of the base
@@ -23,7 +23,7 @@ BLOCKS = re.compile(r"fxplug\.(blocks|adapters):[A-Za-z]\w*|fxplug\.(adapters|co
 NUMBER = re.compile(r"_\d+$")  # of a second block at one place
 
 
-def described(records: Sequence[Mapping[str, Any]], trained: Sequence[str]) -> str:
+def make_description(records: Sequence[Mapping[str, Any]], trained: Sequence[str]) -> str:
     """Return the description for a file's metadata: the passes of these records, and the names of the base's parameters in
     it."""
     passes = [
@@ -34,10 +34,10 @@ def described(records: Sequence[Mapping[str, Any]], trained: Sequence[str]) -> s
     return json.dumps({"passes": passes, "trained": list(trained)})
 
 
-def description(file: AdapterFile, limits: Limits = DEFAULT) -> dict[str, Any]:
+def read_description(file: AdapterFile, limits: Limits = DEFAULT) -> dict[str, Any]:
     """Return a file's description of its passes. Raises ArtifactError if it is malformed."""
     where = f"{file.source}: its {OWN}"
-    found = object_of(reading.parse_json(file.about[OWN], reading.about(where), limits), where)
+    found = parse_object(reading.parse_json(file.about[OWN], reading.make_reporter(where), limits), where)
     passes, trained = found.get("passes"), found.get("trained")
     good = isinstance(passes, list) and isinstance(trained, list) and all(isinstance(name, str) for name in trained)
     if not good or not all(_is_pass(entry) for entry in passes):  # type: ignore[union-attr]
@@ -52,10 +52,10 @@ def _is_pass(entry: Any) -> bool:
     return all(isinstance(row, list) and len(row) == 3 and all(isinstance(part, str) for part in row) for row in rows)
 
 
-def checked(state: Mapping[str, Any], where: str) -> dict[str, Tensor]:
+def check_tensors(state: Mapping[str, Any], where: str) -> dict[str, Tensor]:
     """Return the tensors of a file. Raises ArtifactError for a tensor whose numbers cannot be read."""
     for key, value in state.items():
-        if odd := unreadable(value):
+        if odd := explain_unreadable(value):
             raise ArtifactError(f"{where}: '{key}' {odd}")
         if not value.is_meta and value.is_floating_point() and not value.isfinite().all():
             raise ArtifactError(f"{where}: '{key}' has numbers that are not finite (NaN or infinity)")
@@ -65,21 +65,21 @@ def checked(state: Mapping[str, Any], where: str) -> dict[str, Tensor]:
 def check_no_own(file: AdapterFile, who: str) -> None:
     """Raises ArtifactError for a file that has passes by name, of which a tool of layers' updates can do nothing."""
     if file.own:
-        names = ", ".join(entry["name"] for entry in description(file)["passes"]) or "trained layers"
+        names = ", ".join(entry["name"] for entry in read_description(file)["passes"]) or "trained layers"
         raise ArtifactError(
             f"{file.source} has {names} as a module has them, which {who} cannot take: load_adapter loads it into passes "
             "without slots, pass_for makes these"
         )
 
 
-def pass_of(file: AdapterFile, name: str, chosen: Sequence[str] | None = None, limits: Limits = DEFAULT) -> Pass:
+def make_pass(file: AdapterFile, name: str, chosen: Sequence[str] | None = None, limits: Limits = DEFAULT) -> Pass:
     """Return a pass called `name` with the rules of all passes of a file, and a rule for each parameter of the base in it.
 
     `chosen` selects passes by name; the parameters of the base are then left out.
 
     Raises ArtifactError for passes without a description, and for blocks and networks that are not fxplug's own.
     """
-    found = description(file, limits)
+    found = read_description(file, limits)
     made: dict[str, Any] = {"rules": [], "inputs": {}, "networks": {}}
     known = [entry["name"] for entry in found["passes"]]
     if other := [one for one in chosen or () if one not in known]:
@@ -144,7 +144,7 @@ def _named_code(rules: Mapping[str, Any]) -> list[tuple[str, str]]:
     return found
 
 
-def candidate_banks(
+def match_tensors(
     module: nn.Module, records: Mapping[str, Mapping[str, Any]], whole: Mapping[str, Tensor], file: AdapterFile
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the tensors of a module that a file has, each with its new value.
@@ -153,7 +153,7 @@ def candidate_banks(
     matched by its name, or its blocks by their places, as `pass_for` merges all into one. Raises ArtifactError for entries that
     do not exist in the module, and for values missing from the file.
     """
-    found = description(file)
+    found = read_description(file)
     prefixes: dict[str, str] = {}
     blocks: dict[str, str] = {}
     others = [entry for name, entry in records.items() if name not in {row["name"] for row in found["passes"]}]
@@ -210,7 +210,7 @@ def candidate_banks(
     return writes
 
 
-def of_pass(source: Any, records: Mapping[str, Mapping[str, Any]], limits: Limits) -> AdapterFile | None:
+def read_pass_file(source: Any, records: Mapping[str, Mapping[str, Any]], limits: Limits) -> AdapterFile | None:
     """Return a file whose tensors all carry the name of one pass here, as in `<pass>.safetensors` of a saved folder; otherwise
     None."""
     if not isinstance(source, (str, os.PathLike)):
@@ -220,8 +220,8 @@ def of_pass(source: Any, records: Mapping[str, Mapping[str, Any]], limits: Limit
     owners = {str(key).partition(".")[0] for key in state}
     if len(owners) != 1 or not owners <= records.keys():
         return None
-    about = {OWN: described([records[name] for name in owners], ())}
-    return AdapterFile(str(file), (), {}, about, checked(state, str(file)))
+    about = {OWN: make_description([records[name] for name in owners], ())}
+    return AdapterFile(str(file), (), {}, about, check_tensors(state, str(file)))
 
 
 def _kind(block: str) -> str:

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..core.errors import ArtifactError, did_you_mean, shown
-from .tables import table
+from ..core.errors import ArtifactError, did_you_mean, quote
+from .tables import read_table
 
 PRODUCTS = (None, "LORA", "LOHA", "LOKR")  # whose patterns say ranks and alphas
-_PEFT: Any = table("formats")["peft"]
+_PEFT: Any = read_table("formats")["peft"]
 METHODS: Mapping[str | None, Mapping[str, Any]] = _PEFT["methods"]
 
 
@@ -29,26 +29,26 @@ def check(config: Mapping[str, Any], where: str) -> None:
             raise ArtifactError(f"{where}: its peft_type is {kind}, which is not supported: {homeless[kind]}{way}")
     if kind is not None and not (isinstance(kind, str) and kind in METHODS):
         near = did_you_mean(str(kind), [*METHODS])
-        raise ArtifactError(f"{where}: its peft_type is {shown(kind)}{near}; supported are {', '.join(map(str, METHODS))}")
+        raise ArtifactError(f"{where}: its peft_type is {quote(kind)}{near}; supported are {', '.join(map(str, METHODS))}")
     refused = _PEFT["refused"]
     known = {*_PEFT["training"], *METHODS.get(kind, ())}
     for key, why in refused.items():
         if config.get(key):
-            raise ArtifactError(f"{where} has {key}: {shown(config[key])}: {why}, which is not supported")
+            raise ArtifactError(f"{where} has {key}: {quote(config[key])}: {why}, which is not supported")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(tuple(_PEFT["of_another_base"])):
         raise ArtifactError(
-            f"{where} has init_lora_weights: {shown(init)}: it was trained with weights that differ from the base model's. "
+            f"{where} has init_lora_weights: {quote(init)}: it was trained with weights that differ from the base model's. "
             "Save it as a plain LoRA with PEFT, save_pretrained(path, path_initial_model_for_weight_conversion=<the adapter as "
             "it was initialised>)"
         )
     if init not in _PEFT["initialisations"]:
-        raise ArtifactError(f"{where} has init_lora_weights: {shown(init)}, an initialisation that is not supported")
+        raise ArtifactError(f"{where} has init_lora_weights: {quote(init)}, an initialisation that is not supported")
     unknown = sorted(k for k, v in config.items() if v and k not in known and k not in refused and k != "init_lora_weights")
     if unknown:
         key = unknown[0]
         raise ArtifactError(
-            f"{where} has {key}: {shown(config[key])}, an unknown key{did_you_mean(key, known | refused.keys())}: if it does "
+            f"{where} has {key}: {quote(config[key])}, an unknown key{did_you_mean(key, known | refused.keys())}: if it does "
             "not change what the weights mean, give config= without it"
         )
 

@@ -39,7 +39,7 @@ def saved_head(path: str | os.PathLike[str], layer: str, name: str, limits: Limi
     return value
 
 
-def trained_layers(module: Any) -> dict[str, Tensor]:
+def get_trained_layers(module: Any) -> dict[str, Tensor]:
     """Return the base parameters that `trainable` made trainable, under all their names; none if it was not called.
 
     Those made trainable by `requires_grad_` since are included.
@@ -104,7 +104,7 @@ def full_rank_factors(change: Tensor) -> dict[str, Tensor]:
     return {"down": down, "up": change.reshape(out, inner, *around)}
 
 
-def merged_heads(module: nn.Module, passes: list[str]) -> dict[str, Tensor]:
+def get_merged_heads(module: nn.Module, passes: list[str]) -> dict[str, Tensor]:
     """Return the parameters of layers that passes gave another size, by their key after a merge, on the CPU."""
     found: dict[str, Tensor] = {}
     for key, value in _resized(module, passes):
@@ -121,7 +121,7 @@ def without_heads(file: AdapterFile, module: Any) -> tuple[AdapterFile, list[tup
     """
     if not any(entry.method == "whole" for entry in file.entries):
         return file, []
-    homes = {**resized_layers(module), **trained_layers(module)}
+    homes = {**find_resized_layers(module), **get_trained_layers(module)}
     layers = {name.rpartition(".")[0] for name in homes}
     values: list[tuple[Tensor, Tensor]] = []
     rest: list[Entry] = []
@@ -150,7 +150,7 @@ def _is_value_of(path: str, entry: Entry, module: nn.Module) -> bool:
     return isinstance(here, Tensor) and not here.is_meta and torch.equal(here.detach().cpu(), entry.tensors["whole"].cpu())
 
 
-def changed_layers(
+def list_changed_layers(
     changes: Sequence[Entry], adapted: Sequence[Entry], there: Callable[[str], Tensor | None]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return parameters with whole changes, and those that a file has whole, as PEFT's `modules_to_save`, by key.
@@ -195,7 +195,7 @@ def _with_owners(paths: Iterable[str]) -> set[str]:
     return {".".join(path.split(".")[:n]) for path in paths for n in range(1, path.count(".") + 2)}
 
 
-def resized_layers(module: Any) -> dict[str, Tensor]:
+def find_resized_layers(module: Any) -> dict[str, Tensor]:
     """Return the parameters of other sizes, or with other values, by the names of those they replace."""
     return dict(_resized(module))
 

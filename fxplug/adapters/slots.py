@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..blocks.base import with_values
+from ..blocks.base import check_values
 from ..core.errors import DEFAULT, LONGEST, Limits, SpecError, cut, did_you_mean
-from ..core.locks import StateLock, choices_of, locks_of, read_lock, use_choices, write_lock
-from .banks import Bank, check_name, rows_for
+from ..core.locks import StateLock, get_choices, get_locks, read_lock, use_choices, write_lock
+from .banks import Bank, check_name, make_rows
 from .base_weights import warn_on_other_base
 from .choice import AdapterChoice, make_tables, read_row, read_rows
-from .contents import in_slots
+from .contents import read_slots
 from .files import Fit, Source, read
-from .loading import fit_to, tensor_of, weights_of
+from .loading import find_tensor, fit_to, list_weights
 from .saved_heads import without_heads
-from .writing import About, Saved, about_of, content, write
+from .writing import About, Saved, describe_model, make_content, write
 
 Weights = Mapping[str, float]
 Write = Callable[[Tensor, Any], None]  # puts a number or a tensor into a tensor of the slots
@@ -58,7 +58,7 @@ class Adapters:
                 self.banks[entry["name"]] = [Bank.of(site) for site in reversed(sites.values())]
         if not self.banks:
             raise SpecError("no pass here has slots: apply one that has, such as load_pass('lora', at=..., rank=16, slots=4)")
-        self.locks = locks_of(module)
+        self.locks = get_locks(module)
         self.watchers = [m for m in module.modules() if callable(getattr(m, "switched", None))]
 
     # --- what a package of another kind does in its own way
@@ -89,11 +89,11 @@ class Adapters:
         Returns:
             The tensor itself, or None.
         """
-        return tensor_of(self.module, self.where.get(name, name))
+        return find_tensor(self.module, self.where.get(name, name))
 
     def shapes(self) -> dict[str, Sequence[int]]:
         """List the shapes of the weights of the whole model, by layer."""
-        return weights_of(self.module)
+        return list_weights(self.module)
 
     def passes_of(self, lock: StateLock) -> list[str]:
         """List the passes whose tables have a lock.
@@ -105,7 +105,7 @@ class Adapters:
             Their names.
         """
         homes = {p: self.where.get(f"{p}.gates.table.weights", f"{p}.gates.table.weights") for p in self.banks}
-        return [p for p, name in homes.items() if lock in locks_of(self.module.get_submodule(name.rpartition(".")[0]))]
+        return [p for p, name in homes.items() if lock in get_locks(self.module.get_submodule(name.rpartition(".")[0]))]
 
     # --- locks
 
@@ -135,7 +135,7 @@ class Adapters:
         before: list[tuple[Tensor, Tensor]] = []
 
         def write(target: Tensor, value: Any) -> None:
-            before.append((with_values(target), target.clone()))
+            before.append((check_values(target), target.clone()))
             (target.copy_ if isinstance(value, Tensor) else target.fill_)(value)
 
         locks, fault = self.locks, self._half_made("KeyboardInterrupt")
@@ -219,7 +219,7 @@ class Adapters:
         return f"Adapters({cut(', '.join(self.names), LONGEST // 2) or 'none'}; {self.slots} slots)"
 
     def _table(self, p: str, name: str) -> Tensor:
-        return with_values(self.tensor(f"{p}.gates.table.{name}"))
+        return check_values(self.tensor(f"{p}.gates.table.{name}"))
 
     def names_of(self, p: str) -> list[str]:
         """List the adapters in the slots of one pass.
@@ -303,7 +303,7 @@ class Adapters:
         if not (partial and found.placed):
             found.check()
         warn_on_other_base(file.source, file.about, self.there)
-        ready = rows_for(self.banks, found.placed, self.there)
+        ready = make_rows(self.banks, found.placed, self.there)
         with self._changing() as write:
             known = self._check_new(name, replace)
             slots = {p: self._free(p, name) for p in ready}
@@ -363,7 +363,7 @@ class Adapters:
         """Zero what lies in a slot, `but` tensors that are written whole: training may have written into a free one."""
         for bank in self.banks[p]:
             for key, tensor_name in bank.names.items():
-                view = with_values(bank.views(key, self.tensor(tensor_name), slot))
+                view = check_values(bank.views(key, self.tensor(tensor_name), slot))
                 if view.shape != (but or {}).get(tensor_name) and view.any():
                     write(view, 0)
 
@@ -401,13 +401,13 @@ class Adapters:
         with read_lock(self.locks):
             slots, model = self._slots_of(self.check_known(name)), self.about()
             rows = [(p, bank, slot) for p, slot in slots.items() for bank in self.banks[p]]
-            held = in_slots(rows, self.tensor, model.layers, getattr(self.module, "meta", {}).get("passes", []))
+            held = read_slots(rows, self.tensor, model.layers, getattr(self.module, "meta", {}).get("passes", []))
         options: Any = {"name": name, "part": part, "partial": partial, "dtype": dtype, "metadata": about}
-        return write(content(held, as_, model, there=self.there, **options), path, as_)
+        return write(make_content(held, as_, model, there=self.there, **options), path, as_)
 
     def about(self) -> About:
         """Describe the model, for the files of its adapters."""
-        return about_of(self.module)
+        return describe_model(self.module)
 
     # --- use
 
@@ -424,7 +424,7 @@ class Adapters:
             SpecError: For an unknown name, a weight that is no finite number, a position out of range, more entries than there
                 is room for, or samples that differ in adapters that change the weight itself; nothing is changed then.
         """
-        if choices_of(self.locks):
+        if get_choices(self.locks):
             raise SpecError("use(...) is not allowed inside a block of adapters.using(...): call it before or after that block")
         with self._changing() as write:
             rows, single = read_rows(self, what)

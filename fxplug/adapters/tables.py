@@ -11,11 +11,11 @@ import yaml
 
 
 @functools.cache
-def table(name: str) -> Any:
+def read_table(name: str) -> Any:
     """Return the rows of a table, `formats` or `families`."""
     text = (Path(__file__).parent / f"{name}.yaml").read_text("utf-8")
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
 
 
-FORMATS: Mapping[str, Mapping[str, Any]] = table("formats")["formats"]  # that are written
-PARTS: tuple[str, ...] = tuple(table("formats")["parts"])  # of a pipeline
+FORMATS: Mapping[str, Mapping[str, Any]] = read_table("formats")["formats"]  # that are written
+PARTS: tuple[str, ...] = tuple(read_table("formats")["parts"])  # of a pipeline

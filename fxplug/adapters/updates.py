@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..blocks import low_rank, update_kinds
+from ..blocks import list_update_kinds, low_rank
 from ..blocks.base import UpdateKind
-from ..blocks.vera import projections
-from ..core.errors import ArtifactError, brief_fields
-from .methods import method_named
+from ..blocks.vera import draw_projections
+from ..core.errors import ArtifactError, format_fields
+from .methods import find_method
 
 BY_OUTPUT = ("up", "bias", "magnitude")
 FACTORS = ("up", "hada_w1_a", "lokr_w1", "lokr_w1_a", "down", "hada_w1_b", "lokr_w1_b")  # those that may take a scale
@@ -31,7 +31,7 @@ class Entry:
     - any other kind that a block says (`blocks.base.UpdateKind`), "loha" or "lokr": one of its forms.
     - "lora+bias", "loha+dora", "lokr+dora", ...: with a `bias` of `up`, or a `magnitude`, that a plain block cannot hold;
       "dora by input" where the magnitudes are the inputs'.
-    - "oft", "boft", "ia3", "delta": what `methods.method_named(method)` makes of the parameter `param` with these tensors and
+    - "oft", "boft", "ia3", "delta": what `methods.find_method(method)` makes of the parameter `param` with these tensors and
       `options`. The first three have passes of their own; all can be had as the change of the whole.
 
     The update of the layer's weight is `scale` times the product; `embedding` says that `down` reads indices (None: not to be
@@ -59,7 +59,7 @@ class Entry:
         another."""
         return path if self.param == "weight" else f"{path}.{self.param}".lstrip(".")
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     @property
     def update_kind(self) -> UpdateKind:
@@ -96,7 +96,7 @@ class Entry:
                 return tuple(shape) == (self.experts, len(self.tensors["up"]), self.tensors["down"].shape[2])
             sizes = {self.tensors["up"].shape[0], self.tensors["down"].shape[1]}
             return len(shape) == 3 and shape[0] == self.experts and sizes == {*shape[1:]}
-        if (method := method_named(self.method)) is not None:
+        if (method := find_method(self.method)) is not None:
             return method.fits(self.tensors, self.options, shape)
         if self.method == "miss":
             out = self.tensors["block"].shape[1]
@@ -111,7 +111,7 @@ class Entry:
             if self.embedding:
                 return False
         out, inner = self.sizes()
-        return bool(shape) and out == shape[0] and inner in (low_rank.trimmed(shape[1:]), (math.prod(shape[1:]),))
+        return bool(shape) and out == shape[0] and inner in (low_rank.trim_shape(shape[1:]), (math.prod(shape[1:]),))
 
     def shaped(self, shape: Sequence[int]) -> Entry:
         """Return the update with the number of dimensions of a weight that it fits: a linear layer may be a 1x1 convolution.
@@ -121,7 +121,7 @@ class Entry:
         if self.options.get("kernel_forwards") and len(shape) > 2:  # the rotation's transpose: what a sign is to its series
             options = {**self.options, "kernel_forwards": False}
             return replace(self, tensors={name: -tensor for name, tensor in self.tensors.items()}, options=options)
-        if method_named(self.method) is not None or (self.method == "vera" and "A" not in self.tensors):
+        if find_method(self.method) is not None or (self.method == "vera" and "A" not in self.tensors):
             return self
         if self.method == "miss":
             block, rank = self.tensors["block"].float(), self.rank
@@ -164,7 +164,7 @@ class Entry:
         if self.embedding or (self.embedding is None and up.shape[0] != shape[0]):
             made = (up @ (down if self.embedding else down.T)).T
         else:
-            made = low_rank.grouped_product(up, down, down.shape[0] // up.shape[1])
+            made = low_rank.multiply_groups(up, down, down.shape[0] // up.shape[1])
         return self.scale * made.reshape(*shape)
 
     def changed(self, value: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class Entry:
         Raises ArtifactError if the magnitudes have another number of channels.
         """
         value = value.float()
-        if (method := method_named(self.method)) is not None:
+        if (method := find_method(self.method)) is not None:
             t = {name: tensor.to(value.device) for name, tensor in self.tensors.items()}
             t = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in t.items()}
             return method.changed(value, t, self.options)
@@ -183,7 +183,7 @@ class Entry:
         dim = int(self.kind.endswith("by input")) ^ int(bool(self.embedding))
         if (number := self.tensors["magnitude"].numel()) != value.shape[dim]:
             raise ArtifactError(f"'{self.name}' has {number} magnitudes, and its layer {value.shape[dim]} channels")
-        return low_rank.decomposed(value + update, self.tensors["magnitude"].float().to(value.device), dim)
+        return low_rank.decompose(value + update, self.tensors["magnitude"].float().to(value.device), dim)
 
     def as_lora(self, shape: Sequence[int]) -> Entry:
         """Return the same update of a weight of that shape as one of kind "lora", in float32, exact up to rounding.
@@ -202,7 +202,7 @@ class Entry:
             raise ArtifactError(
                 f"'{self.name}' is {self.kind}, which is more than a low-rank product: apply it with its own pass"
             )
-        first, second = (low_rank.halves(t, name) for name in kind.factors)
+        first, second = (low_rank.make_halves(t, name) for name in kind.factors)
         up, down = kind.join(*first, *second)
         tensors = {"down": down.reshape(-1, *shape[1:]), "up": up.reshape(shape[0], -1, *[1] * (len(shape) - 2))}
         return replace(self, kind="lora", tensors=tensors, rank=up.shape[1])
@@ -246,7 +246,7 @@ class Entry:
         factors = self.update_kind.factors
         if self.method or not factors:
             return self.rank
-        return math.prod(low_rank.inner_rank(self.tensors, name) for name in factors)
+        return math.prod(low_rank.get_inner_rank(self.tensors, name) for name in factors)
 
     def outputs(self, start: int, number: int) -> Entry:
         """Return the update of some of the layer's outputs; a product that is not a plain LoRA becomes one.
@@ -274,7 +274,7 @@ class Entry:
         them."""
         if self.method == "gate":
             return ("gate",) if self.options["side"] == "output" else ()
-        method = method_named(self.method)
+        method = find_method(self.method)
         found = None if method is None else method.cut
         if found is None:
             what = self.method or self.kind
@@ -288,9 +288,9 @@ class Entry:
         """Return the output width and the weight's other sizes: (in, *kernel), or only their product if no more is known."""
         t = self.tensors
         if "down" in t:
-            return t["up"].shape[0], low_rank.trimmed(t["down"].shape[1:])
+            return t["up"].shape[0], low_rank.trim_shape(t["down"].shape[1:])
         out, rest = self.update_kind.sizes(t)
-        return out, low_rank.trimmed(rest)
+        return out, low_rank.trim_shape(rest)
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ class AdapterFile:
     about: Mapping[str, Any] = field(default_factory=dict)  # what the file or its configuration says of itself
     own: Mapping[str, Tensor] = field(default_factory=dict)
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -314,7 +314,7 @@ class AdapterFile:
         return tuple(dict.fromkeys(entry.part for entry in self.entries))
 
 
-def joined(entries: Mapping[str, Entry], widths: Mapping[str, int]) -> Entry:
+def join(entries: Mapping[str, Entry], widths: Mapping[str, int]) -> Entry:
     """Return the LoRAs of several layers as one LoRA of a layer whose outputs are theirs, concatenated.
 
     If all have the same `down` and scale, that `down` is kept; otherwise the ranks add up, and `up` has a block for each.
@@ -344,7 +344,7 @@ def joined(entries: Mapping[str, Entry], widths: Mapping[str, int]) -> Entry:
     return replace(first, tensors=tensors, rank=rank)
 
 
-def largest(tensors: Mapping[str, Tensor], scale: float) -> float:
+def bound_change(tensors: Mapping[str, Tensor], scale: float) -> float:
     """At most so much does an update change one weight: no element of its product, scaled, is larger."""
     found = abs(scale)
     for name, tensor in tensors.items():
@@ -358,7 +358,7 @@ def largest(tensors: Mapping[str, Tensor], scale: float) -> float:
 
 def kind_named(word: str) -> UpdateKind:
     """Find the kind of updates with this word: of several blocks that hold it the one whose names files have."""
-    return max((kind for kind in update_kinds().values() if kind.name == word), key=lambda kind: bool(kind.formats))
+    return max((kind for kind in list_update_kinds().values() if kind.name == word), key=lambda kind: bool(kind.formats))
 
 
 def has_lokr_of_3_dims(tensors: Mapping[str, Tensor]) -> bool:
@@ -367,7 +367,7 @@ def has_lokr_of_3_dims(tensors: Mapping[str, Tensor]) -> bool:
     return any(tensors[name].dim() == 3 for name in ("lokr_w2", "lokr_t2") if name in tensors)
 
 
-def with_projections(entries: Sequence[Entry], shapes: Sequence[Sequence[int] | None]) -> list[Entry]:
+def add_projections(entries: Sequence[Entry], shapes: Sequence[Sequence[int] | None]) -> list[Entry]:
     """VeRA's entries whose file has no projections with those that its key draws for layers of these shapes.
 
     They are drawn for the widest of all the layers, so that nothing is done where one has none.
@@ -379,7 +379,7 @@ def with_projections(entries: Sequence[Entry], shapes: Sequence[Sequence[int] | 
     wide = [max(shape[dim] for shape in of if shape is not None) for dim in (1, 0)]
     made = list(entries)
     for n, entry in late:
-        a, b = projections(entry.options["key"], entry.rank, *wide)
+        a, b = draw_projections(entry.options["key"], entry.rank, *wide)
         own = entry.tensors["lambda_d"].device  # meta, where a file is only inspected
         made[n] = replace(entry, tensors={**entry.tensors, "A": a.to(own), "B": b.to(own)})
     return made

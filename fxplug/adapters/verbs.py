@@ -13,11 +13,11 @@ import typer
 
 import fxplug
 
-from ..core.cli.verbs import HELP, Allow, Debug, Set, Verbs, load_saved, progress, read_config
+from ..core.cli.verbs import HELP, Allow, Debug, Set, Verbs, load_saved, read_config, show_progress
 from ..core.errors import SpecError
 from ..core.spec.run_config import load_config
-from ..core.spec.saved_config import saved_config
-from ..core.writing import exclusive_folder
+from ..core.spec.saved_config import read_saved_config
+from ..core.writing import lock_current_folder
 
 if TYPE_CHECKING:
     from ..core.ir.traced_module import TracedModule
@@ -131,7 +131,7 @@ def _model(subject: str | None, set_: list[str] | None, allow: list[str] | None)
 
     folder = Path(subject).is_dir()
     config = load_config({"model": str(Path(subject).absolute())}, set_ or []) if folder else read_config(subject, set_)
-    with progress("build the model"):
+    with show_progress("build the model"):
         return build(config, device="meta")
 
 
@@ -148,7 +148,7 @@ def extract_adapter(
     debug: Debug = False,
 ) -> None:
     """Make an adapter of what a tuned checkpoint has and its base has not."""
-    with progress("extract"):
+    with show_progress("extract"):
         found = fxplug.extract(base, tuned, rank=_rank(rank), at=at)
     done = found.save(out, as_=as_, part=part, partial=partial, name=out.stem)
     for path, lacks in found.errors.items():
@@ -249,7 +249,7 @@ def _changed(folder: Path, allow: list[str] | None, save: bool = True) -> Iterat
     """A saved rewrite with slots, saved again after it was changed; other commands that change it wait meanwhile."""
     if not folder.is_dir():
         raise SpecError(f"no folder '{folder}': fxplug rewrite CONFIG --out DIR writes one")
-    with exclusive_folder(folder) if save else nullcontext():
+    with lock_current_folder(folder) if save else nullcontext():
         before = folder.stat()
         module = load_saved(str(folder), None, allow)
         fxplug.Adapters(module)  # which says so where there are no slots
@@ -257,7 +257,7 @@ def _changed(folder: Path, allow: list[str] | None, save: bool = True) -> Iterat
         if save:
             if not os.path.samestat(before, folder.stat()):  # where folders cannot be locked
                 raise SpecError(f"'{folder}' was saved again by another process meanwhile: run this command again")
-            fxplug.save(module, folder, config=saved_config(folder))
+            fxplug.save(module, folder, config=read_saved_config(folder))
 
 
 def _weight(text: str, last: bool = False) -> tuple[str, float]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..blocks.vera import Projections
-from ..core.ir.regions import regions_of
+from ..core.ir.regions import find_regions
 from ..core.ir.traced_module import TracedModule
-from ..core.quantised import weight_shape
-from ..core.rewriter.matches import hits
+from ..core.quantised import get_weight_shape
+from ..core.rewriter.matches import find_hits
 from ..core.spec.rules import Match
 
 
@@ -17,8 +17,8 @@ def projections(
 ) -> Projections:
     """Make VeRA's matrices for the widest of the linear layers at these paths. Raises SpecError for a rank below 1."""
     wanted = Match(path=at, module=["Linear", "TransposedLinear"], within=within)
-    found = ((regions, hit) for regions in regions_of(gm) for hit in hits(regions, wanted))
+    found = ((regions, hit) for regions in find_regions(gm) for hit in find_hits(regions, wanted))
     modules = [regions.module(hit.key.partition("@")[0]) for regions, hit in found]
-    shapes = [weight_shape(module, module._parameters["weight"]) for module in modules]  # type: ignore[arg-type]
+    shapes = [get_weight_shape(module, module._parameters["weight"]) for module in modules]  # type: ignore[arg-type]
     out, inner = (max((shape[dim] for shape in shapes), default=1) for dim in (0, 1))  # of none, find says so
     return Projections(rank, inner, out, key)

@@ -17,7 +17,7 @@ from .updates import Entry
 OUT_PROJ = "NonDynamicallyQuantizableLinear"  # the class of a MultiheadAttention's out_proj, and of no other layer
 
 
-def in_peft_form(
+def convert_to_peft(
     entries: Sequence[Entry], parameters: Mapping[str, Sequence[int]], layers: Mapping[str, ModelLayer]
 ) -> tuple[list[Entry], dict[str, str]]:
     """Return the updates with those of such parameters in PEFT's form, and those without such a form, with the reason.

@@ -13,23 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..blocks.base import kind_of
-from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean, shown
-from ..core.reading import reported
+from ..blocks.base import get_kind
+from ..core.errors import ArtifactError, SpecError, did_you_mean, format_fields, quote
+from ..core.reading import report_errors
 from ..core.weight_files import save_file
-from ..core.writing import new_file, new_folder
+from ..core.writing import replace_file, replace_folder
 from . import formats
 from .base_weights import describe_base
-from .contents import AdapterContents, ModelLayer, layers_of, trained
+from .contents import AdapterContents, ModelLayer, list_layers, read_trained
 from .file_metadata import describe_adapter, under_full_names
 from .find_tensors import PICKLED, SAFE
-from .formats import CONFIGURED, part_of, refused, tensors_of
-from .loading import is_table, tensor_of, without_slots
-from .own_files import OWN, described
-from .saved_heads import BEFORE, BIAS, as_changes, changed_layers, trained_layers
+from .formats import CONFIGURED, explain_refusal, find_part, make_tensors
+from .loading import find_tensor, get_slotless_passes, is_table
+from .own_files import OWN, make_description
+from .saved_heads import BEFORE, BIAS, as_changes, get_trained_layers, list_changed_layers
 from .tables import FORMATS, PARTS
 from .updates import Entry
-from .wrapped import in_peft_form
+from .wrapped import convert_to_peft
 
 SHOWN = 3  # so many layers are named in a message
 PACKED = "lora_adapter_metadata"  # where a file of diffusers has PEFT's configuration of each part
@@ -48,7 +48,7 @@ class About:
     named: Mapping[str, ModelLayer] = field(default_factory=dict)
     parameters: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class Content:
     layers: tuple[str, ...]
     left_out: Mapping[str, str]
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
-def about_of(module: Any) -> About:
+def describe_model(module: Any) -> About:
     """Return what a traced module records of the model it was traced from. Raises ArtifactError for a shard of a parallel
     module."""
     if parts := getattr(module, "meta", {}).get("parts"):
@@ -92,7 +92,7 @@ def about_of(module: Any) -> About:
     added = {entry["name"] for entry in getattr(module, "meta", {}).get("passes", [])}
     rows = module.named_parameters(remove_duplicate=False)
     parameters = {name: tuple(p.shape) for name, p in rows if name.partition(".")[0] not in added}
-    return About(layers_of(module), classes, known, layers_of(module, 1), parameters)
+    return About(list_layers(module), classes, known, list_layers(module, 1), parameters)
 
 
 def save_adapter(
@@ -140,7 +140,7 @@ def save_adapter(
         ArtifactError: The format has no form for an update, or the place cannot be written.
         SpecError: There is no such format or pass.
     """
-    held = trained(module, passes, strict=as_ != "fxplug")
+    held = read_trained(module, passes, strict=as_ != "fxplug")
     if as_ == "fxplug" and not _is_low_rank(module, held, passes):
         return write(_by_name(module, passes, dtype, about), path, as_)
     return write(_content_of(module, held, as_, name=name, part=part, partial=partial, dtype=dtype, metadata=about), path, as_)
@@ -158,7 +158,7 @@ def save_parts(modules: Mapping[str, Any], path: str | os.PathLike[str]) -> Save
     about: dict[str, str] = {}
     for part, module in modules.items():
         names = [entry["name"] for entry in module.meta.get("passes", [])]
-        made = _content_of(module, trained(module, names), "diffusers", part=part)
+        made = _content_of(module, read_trained(module, names), "diffusers", part=part)
         tensors |= made.tensors
         configs |= json.loads(made.about[PACKED])
         layers += made.layers if len(modules) == 1 else [f"{part}.{layer}" for layer in made.layers]
@@ -168,20 +168,20 @@ def save_parts(modules: Mapping[str, Any], path: str | os.PathLike[str]) -> Save
 
 
 def _content_of(module: Any, held: AdapterContents, as_: str, **given: Any) -> Content:
-    """Return the updates of a module in a tool's format; `given` are arguments of `content`."""
-    there = functools.partial(tensor_of, module)
-    return content(held, as_, about_of(module), there=there, trained=trained_layers(module), **given)
+    """Return the updates of a module in a tool's format; `given` are arguments of `make_content`."""
+    there = functools.partial(find_tensor, module)
+    return make_content(held, as_, describe_model(module), there=there, trained=get_trained_layers(module), **given)
 
 
 def _is_low_rank(module: Any, held: AdapterContents, passes: Sequence[str] | None) -> bool:
     """Return whether passes contain only updates of layers, which fit into blocks of their kind at any place and of any
     rank."""
-    sites = [site for entry in without_slots(module, passes).values() for site in entry["sites"] if site["block"]]
+    sites = [site for entry in get_slotless_passes(module, passes).values() for site in entry["sites"] if site["block"]]
     if held.left_out or held.heads or not held.entries:
         return False
     if any(entry.method == "whole" or (entry.param != "weight" and not entry.method) for entry in held.entries):
         return False
-    kinds = {(kind_of(module.get_submodule(site["block"])), site["path"].partition("@")[0]) for site in sites}
+    kinds = {(get_kind(module.get_submodule(site["block"])), site["path"].partition("@")[0]) for site in sites}
     return all(kind and kind.neutral and not (kind.is_decomposed and is_table(module, path)) for kind, path in kinds)
 
 
@@ -190,17 +190,17 @@ def _by_name(
 ) -> Content:
     """Return everything in passes under its names in the module, with the trained parameters of the base, and the passes as
     data."""
-    about_of(module)
-    records = without_slots(module, passes)
-    whole = trained_layers(module)
+    describe_model(module)
+    records = get_slotless_passes(module, passes)
+    whole = get_trained_layers(module)
     state = module.state_dict(keep_vars=True)
     tensors = {key: value for key, value in state.items() if key.partition(".")[0] in records} | whole
     if empty := next((key for key, value in tensors.items() if value.is_meta), None):
         raise ArtifactError(f"'{empty}' is on the meta device and has no values")
     made = {key: value if dtype is None or not value.is_floating_point() else value.to(dtype) for key, value in tensors.items()}
     layers = dict.fromkeys(site["path"] for entry in records.values() for site in entry["sites"] if site["block"])
-    about = {"format": "pt", OWN: described(list(records.values()), list(whole)), **under_full_names(metadata)}
-    return Content(file_tensors(made), about, {}, (*layers, *whole), {})
+    about = {"format": "pt", OWN: make_description(list(records.values()), list(whole)), **under_full_names(metadata)}
+    return Content(prepare_tensors(made), about, {}, (*layers, *whole), {})
 
 
 def list_skipped(left: Mapping[str, str], number: int = SHOWN) -> str:
@@ -209,7 +209,7 @@ def list_skipped(left: Mapping[str, str], number: int = SHOWN) -> str:
     return "; ".join([*some, *([f"and {len(left) - number} more"] if len(left) > number else [])])
 
 
-def content(
+def make_content(
     held: AdapterContents,
     as_: str,
     model: About,
@@ -229,38 +229,38 @@ def content(
     """
     if as_ not in FORMATS:
         raise SpecError(f"no adapter format '{as_}'{did_you_mean(as_, FORMATS)}; there are {', '.join(FORMATS)}")
-    part = part_of(model.classes) if part is None else part
+    part = find_part(model.classes) if part is None else part
     if part not in PARTS:
         raise SpecError(f"no part '{part}' of a pipeline{did_you_mean(part, PARTS)}; there are {', '.join(PARTS)}")
     if part == "text_encoder_2" and as_ in ("kohya", "comfy") and "T5" in next(iter(model.classes), ""):
         part = "text_encoder_3"  # as they call Flux's, where SD 3 has CLIP's second one before it
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise SpecError(f"dtype must be a floating point dtype, such as torch.float16, not {shown(dtype)}")
+        raise SpecError(f"dtype must be a floating point dtype, such as torch.float16, not {quote(dtype)}")
     said = under_full_names(metadata)
     left = dict(held.left_out)
     if held.heads and as_ != "peft":
         left |= dict.fromkeys(held.heads, f"is a whole parameter of a new layer, which {as_} cannot represent")
     entries, changes = [], []
-    with_biases = formats.joined_biases if as_ in CONFIGURED else formats.split_biases
+    with_biases = formats.join_biases if as_ in CONFIGURED else formats.split_biases
     held_entries = held.entries if as_ in ("peft", "fxplug") else as_changes(held.entries, as_ in CONFIGURED)
     given = held.entries if as_ == "fxplug" else with_biases(held_entries)
-    single = formats.biases_alone(given, as_)
+    single = formats.find_lone_biases(given, as_)
     if as_ == "peft":
-        given, more = in_peft_form(given, model.parameters, model.layers)
+        given, more = convert_to_peft(given, model.parameters, model.layers)
         left |= more
     for entry in given:
         layer = model.layers.get(entry.path)
         if as_ == "peft" and (entry.method == "whole" or (entry.method == "diff" and entry.param in ("weight", "bias"))):
             changes.append(entry)
-        elif why := single.get(entry.key(entry.path), "") or refused(entry, as_, layer):
+        elif why := single.get(entry.key(entry.path), "") or explain_refusal(entry, as_, layer):
             left[entry.key(entry.path)] = why
         else:
             one = entry if as_ == "fxplug" else entry.as_one_group()
             entries.append(_in_dtype(one.with_scale_in_factor(dtype) if as_ == "diffusers" else one, dtype))
     if as_ in CONFIGURED:
-        left |= formats.unlike([(entry.path, entry) for entry in entries], model.layers)
+        left |= formats.find_unlike([(entry.path, entry) for entry in entries], model.layers)
         entries = [entry for entry in entries if entry.path not in left]
-    heads, more = changed_layers(changes, entries, there)
+    heads, more = list_changed_layers(changes, entries, there)
     heads, left = {**held.heads, **heads}, left | more
     around = tuple(f"{entry.path}." for entry in entries if "target" in entry.options)
     if inside := [key for key in heads if around and key.startswith(around)]:
@@ -269,7 +269,7 @@ def content(
     if as_ == "fxplug":
         rows = [(entry.path, entry) for entry in entries]
     else:
-        rows, more = formats.named(sorted(entries, key=lambda e: e.method), as_, {**model.named, **model.layers}, part)
+        rows, more = formats.name_layers(sorted(entries, key=lambda e: e.method), as_, {**model.named, **model.layers}, part)
         left |= more
     if not rows:
         why = list_skipped(left or dict.fromkeys(heads, "is a whole layer, and PEFT needs another layer with an update beside "
@@ -285,14 +285,14 @@ def content(
     for key, entry in rows:
         known = model.layers.get(entry.path) if entry.param == "weight" or entry.method else None
         layer = known or ModelLayer("", (1,) if entry.method else tuple(entry.sizes()[1]))
-        tensors |= tensors_of(as_, key, entry, layer, biased)
+        tensors |= make_tensors(as_, key, entry, layer, biased)
     if as_ == "peft":
         floats = {key: value for key, value in heads.items() if dtype is not None and value.is_floating_point()}
         tensors |= {f"{BEFORE}{key}": value.to(dtype) if key in floats else value for key, value in heads.items()}
-    tensors = file_tensors(tensors)
+    tensors = prepare_tensors(tensors)
     made: dict[str, Any] = {}
     if as_ in CONFIGURED:
-        made = formats.config([(entry.path, entry) for _, entry in rows], model.layers)
+        made = formats.make_config([(entry.path, entry) for _, entry in rows], model.layers)
     if heads and as_ == "peft":
         saved = {key.rpartition(".")[0] for key in heads if not key.endswith(BIAS)}
         biases = any(key.endswith(BIAS) for key in heads)
@@ -317,7 +317,7 @@ def write(made: Content, path: str | os.PathLike[str], as_: str) -> Saved:
     def raises(finding: str) -> ArtifactError:
         return ArtifactError(f"{target} {finding}")
 
-    with reported(raises, "cannot be written"):
+    with report_errors(raises, "cannot be written"):
         no_folder = (*SAFE, *PICKLED) if as_ == "peft" else PICKLED
         if "file" in FORMATS[as_] and target.suffix in no_folder and not target.is_dir():
             other = "as_='diffusers', 'comfy' or 'kohya' for one file" if as_ == "peft" else "a name that ends in .safetensors"
@@ -327,13 +327,13 @@ def write(made: Content, path: str | os.PathLike[str], as_: str) -> Saved:
             target = target / f"{target.name or 'adapter'}.safetensors" if target.is_dir() else Path(f"{target}.safetensors")
         if is_folder:
             check_replaceable(target, raises)
-            with new_folder(target, raises, own=lambda folder: check_replaceable(folder, raises)) as work:
+            with replace_folder(target, raises, own=lambda folder: check_replaceable(folder, raises)) as work:
                 save_file(made.tensors, work / FORMATS[as_]["file"], made.about)
                 if made.config:
                     text = json.dumps(made.config, indent=2, sort_keys=True) + "\n"
                     (work / "adapter_config.json").write_text(text, "utf-8")
         else:
-            with new_file(target, raises) as file:
+            with replace_file(target, raises) as file:
                 save_file(made.tensors, file, made.about)
     return Saved(target, as_, made.layers, made.left_out)
 
@@ -352,7 +352,7 @@ def check_replaceable(target: Path, raises: Callable[[str], ArtifactError]) -> l
     return [path.name for path in found]
 
 
-def file_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def prepare_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as a file takes them: on the CPU, each in memory of its own. Raises ArtifactError where one is not finite."""
     if odd := next((key for key, value in tensors.items() if not value.float().isfinite().all()), None):
         raise ArtifactError(f"'{odd}' has numbers that are not finite (NaN or infinity)")

@@ -4,7 +4,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..core.extensions import block_packages
+from ..core.extensions import list_block_packages
 
 if TYPE_CHECKING:
     from .base import UpdateKind
@@ -43,15 +43,15 @@ def __getattr__(name: str) -> Any:  # so that the file of a block is imported wh
     return value
 
 
-def update_kinds() -> "dict[str, UpdateKind]":
-    """Give the kinds of updates of blocks here, in extensions' packages, and elsewhere once imported, by `kind_key`."""
+def list_update_kinds() -> "dict[str, UpdateKind]":
+    """Give the kinds of updates of blocks here, in extensions' packages, and elsewhere once imported, by `make_kind_key`."""
     return _with_all_imported()
 
 
 @cache
 def _with_all_imported() -> "dict[str, UpdateKind]":
     base, *_ = [import_module(f".{file}", __name__) for file in _FILES]
-    for package in block_packages():
+    for package in list_block_packages():
         import_module(package)
     found: dict[str, UpdateKind] = base.UPDATE_KINDS
     return found

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import SpecError, did_you_mean, shown
+from ..core.errors import SpecError, did_you_mean, quote
 from ..core.locks import StateLock
 from ..core.torch_internals.modules import leave_frame, without_compiler
 from ..core.torch_internals.tensors import assert_later, is_watched, version
-from .low_rank import scaling
+from .low_rank import compute_scale
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site, Value
@@ -142,10 +142,10 @@ class UpdateKind:
         return next(name for name, value in self.neutral.items() if name in names and value == 0)
 
 
-UPDATE_KINDS: dict[str, UpdateKind] = {}  # of the blocks whose files are imported, by `kind_key`
+UPDATE_KINDS: dict[str, UpdateKind] = {}  # of the blocks whose files are imported, by `make_kind_key`
 
 
-def kind_key(cls: type) -> str:
+def make_kind_key(cls: type) -> str:
     """Give the name of a block's class as records of slots have it: with its module, where that is none of fxplug's."""
     return cls.__qualname__ if cls.__module__.startswith("fxplug.blocks.") else f"{cls.__module__}:{cls.__qualname__}"
 
@@ -168,10 +168,10 @@ class Block(nn.Module):
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
         if (kind := vars(cls).get("update_kind")) is not None:
-            cls.update_kind = UPDATE_KINDS[kind_key(cls)] = replace(kind, block=cls.__name__)
+            cls.update_kind = UPDATE_KINDS[make_kind_key(cls)] = replace(kind, block=cls.__name__)
 
 
-def kind_of(block: nn.Module) -> UpdateKind | None:
+def get_kind(block: nn.Module) -> UpdateKind | None:
     """Give the kind of update that the class of a block says for itself; None for another module, and for a derived class."""
     kind: UpdateKind | None = vars(type(block)).get("update_kind")
     return kind
@@ -180,18 +180,18 @@ def kind_of(block: nn.Module) -> UpdateKind | None:
 def check_count(name: str, value: Any, least: int = 1) -> int:
     """Return the value of an option if it is an integer, `least` or more; raise SpecError otherwise."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SpecError(f"{name} must be a whole number, {least} or more, not {shown(value)}")
+        raise SpecError(f"{name} must be a whole number, {least} or more, not {quote(value)}")
     return value
 
 
 def check_share(name: str, value: Any) -> float:
     """Return the value of an option if it is a number in [0, 1); raise SpecError otherwise."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise SpecError(f"{name} must be at least 0 and below 1, not {shown(value)}")
+        raise SpecError(f"{name} must be at least 0 and below 1, not {quote(value)}")
     return value
 
 
-def attribute_around(site: Site, name: str) -> int | None:
+def find_attribute(site: Site, name: str) -> int | None:
     """Return the integer attribute of that name of a site's module, or else of the nearest module around it."""
     parts = site.path.partition("@")[0].split(".")
     for count in range(len(parts), -1, -1):
@@ -216,21 +216,21 @@ class LowRank(Block):
     scale: Tensor
 
     def __init__(self, rank: int, alpha: float | None, rslora: bool, alpha_auto_scale: bool, slots: int) -> None:
-        """Set rank, slots and scale. Raises SpecError for a rank below 1, slots below 0, and as `scaling` does."""
+        """Set rank, slots and scale. Raises SpecError for a rank below 1, slots below 0, and as `compute_scale` does."""
         super().__init__()
         check_slots(slots)
         self.rank, self.slots = check_count("rank", rank), slots
         self.alpha = rank if alpha is None else alpha
         self.rslora, self.alpha_auto_scale = rslora, alpha_auto_scale
         if not slots:
-            factor = scaling(rank, alpha, rslora, alpha_auto_scale)
+            factor = compute_scale(rank, alpha, rslora, alpha_auto_scale)
             self.register_buffer("scale", torch.tensor(factor, dtype=torch.float32))
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, " + (f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}")
 
 
-def torch_class(name: str) -> type[nn.Module]:
+def find_torch_class(name: str) -> type[nn.Module]:
     """Return the module class of that name in torch.nn. Raises SpecError."""
     name = name.removeprefix("torch.nn:").removeprefix("torch.nn.")
     known = {k: v for k, v in vars(nn).items() if isinstance(v, type) and issubclass(v, nn.Module) and not k.startswith("Lazy")}
@@ -248,20 +248,20 @@ def channel_dim(site: Site, value: Value) -> int:
 
     rank = len(value.shape)
     if value.node is None or not rank:
-        raise SpecError(channels.unknown(value))
+        raise SpecError(channels.describe_unknown(value))
     leaf = site.y.node if site.y is not None else None
     dim: int | None = None
     if leaf is not None and leaf.op == "call_module" and (value.node is leaf or value.node in leaf.all_input_nodes[:1]):
-        own = channels.of_layer(site.module, rank)
+        own = channels.get_channel_dim(site.module, rank)
         dim = None if own is None or -own > rank else own + rank
     if dim is None:
-        dim = 0 if rank == 1 else channels.channel_dimension(value.node, site.root)
+        dim = 0 if rank == 1 else channels.find_channel_dim(value.node, site.root)
     if dim is None:
-        raise SpecError(channels.unknown(value))
+        raise SpecError(channels.describe_unknown(value))
     return -1 if dim == rank - 1 else dim
 
 
-def width(site: Site, value: Value, dim: int | None) -> tuple[int, int]:
+def get_width(site: Site, value: Value, dim: int | None) -> tuple[int, int]:
     """Return the number of channels of a value, and their dimension: `dim`, or that of its layer and shape. Raises
     SpecError."""
     if value.members is not None:
@@ -272,9 +272,9 @@ def width(site: Site, value: Value, dim: int | None) -> tuple[int, int]:
     return value.shape[dim], dim
 
 
-def widths(site: Site, value: Value, source: Value, dim: int | None, what: str, way: str) -> tuple[int, int, int]:
+def get_widths(site: Site, value: Value, source: Value, dim: int | None, what: str, way: str) -> tuple[int, int, int]:
     """Return the widths of `source` and `value`, which may differ in nothing else, and their dimension. Raises SpecError."""
-    features, dim = width(site, value, dim)
+    features, dim = get_width(site, value, dim)
     rest = [[n for i, n in enumerate(v.shape) if i != dim % max(len(v.shape), 1)] for v in (value, source)]
     if rest[0] != rest[1]:
         raise SpecError(f"{what}: only the widths (dimension {dim}) may differ; {way}")
@@ -290,7 +290,7 @@ ROWS = 1024  # the most samples of a batch that can have entries of their own
 NAME = 128  # the most bytes of an adapter's name
 
 
-def used_slots(gates: Tensor, slots: int) -> Sequence[int]:
+def find_used_slots(gates: Tensor, slots: int) -> Sequence[int]:
     """Return the slots that any sample uses, from gates (..., slots * n), n numbers for each slot.
 
     Returns all slots if values are not read: under a compiler, and on a GPU, which would be synchronised. What was read is kept
@@ -325,7 +325,7 @@ def read_count(entries: Tensor | None, known: dict[str, Any]) -> int:
     return int(last[2])
 
 
-def other_batch(entries: int, samples: int) -> str:
+def describe_other_batch(entries: int, samples: int) -> str:
     """Return the message for a batch whose number of samples differs from that of the entries."""
     return (
         f"use() got {entries} {'entry' if entries == 1 else 'entries'} but the batch has {samples} samples: give one entry per "
@@ -333,7 +333,7 @@ def other_batch(entries: int, samples: int) -> str:
     )
 
 
-def with_values(tensor: Tensor) -> Tensor:
+def check_values(tensor: Tensor) -> Tensor:
     """Return a tensor of a pass's slots. Raises SpecError on the meta device, where writes are lost."""
     if tensor.is_meta:
         raise SpecError(
@@ -393,7 +393,7 @@ class Table(Block):
         """Raise SpecError if the number of samples with entries differs from the first dimension of x."""
         entries = self.count_entries()
         if entries and isinstance(x, Tensor) and x.dim() and x.shape[0] != entries:
-            raise SpecError(other_batch(entries, x.shape[0]))
+            raise SpecError(describe_other_batch(entries, x.shape[0]))
 
 
 # a call asks these before what is compiled, and they are no part of it

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Block, check_count, check_share, torch_class, widths
+from .base import Block, check_count, check_share, find_torch_class, get_widths
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -45,7 +45,7 @@ class Adapter(Block):
             in_width, width, bottleneck, act, dropout, dim,
         )  # fmt: skip
         self.down, self.up = nn.Linear(in_width, bottleneck), nn.Linear(bottleneck, width)
-        self.activation = torch_class(act)()
+        self.activation = find_torch_class(act)()
         self.register_buffer("factor", torch.tensor(scale, dtype=torch.float32))
         self.scale = scale
         nn.init.kaiming_uniform_(self.down.weight, a=math.sqrt(5))
@@ -56,7 +56,7 @@ class Adapter(Block):
     def at(cls, site: Site, dim: int | None = None, **options: Any) -> Adapter:
         """Make an adapter between the two values that the rule's `args` name."""
         x, y = site.args
-        inner, features, dim = widths(site, y, x, dim, f"an adapter from {x} to {y}", "use a serial adapter here")
+        inner, features, dim = get_widths(site, y, x, dim, f"an adapter from {x} to {y}", "use a serial adapter here")
         return cls(inner, features, dim=dim, **options)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ..core.errors import SpecError, shown
+from ..core.errors import SpecError, quote
 from .base import Block
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ class Add(Block):
         return cls()
 
     def forward(self, value: Tensor, residual: Tensor, strength: Tensor) -> Tensor:
-        return value + residual * per_sample(strength, value)
+        return value + residual * align_to_samples(strength, value)
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return len(shape) == len(wanted) and all(a in (1, b) for a, b in zip(shape, wanted, strict=True))
 
 
-def per_sample(strength: Tensor, value: Tensor) -> Tensor:
+def align_to_samples(strength: Tensor, value: Tensor) -> Tensor:
     """Reshape one number, or one for each sample, to multiply a tensor like `value` (batch, ...) and keep its dtype."""
     # type_as and not `to`: a graph would keep the dtype that it was traced with
     return strength.type_as(value).reshape(-1, *[1] * (value.dim() - 1)) if strength.dim() else strength
@@ -71,7 +71,7 @@ class Gate(Block):
         """Create the gate; `timesteps` is the timestep of pure noise. Raises SpecError unless it is above zero."""
         super().__init__()
         if isinstance(timesteps, bool) or not isinstance(timesteps, (int, float)) or timesteps <= 0:
-            raise SpecError(f"timesteps must be a number above zero, not {shown(timesteps)}")
+            raise SpecError(f"timesteps must be a number above zero, not {quote(timesteps)}")
         self.timesteps = timesteps
 
     def forward(self, timestep: Tensor, strength: Tensor, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:

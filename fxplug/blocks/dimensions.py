@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from ..core.ir import ops
-from ..core.ir.traced_module import class_names
+from ..core.ir.traced_module import list_class_names
 
 # the order of elements stays, only the sizes are others
 RESHAPED = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze")
@@ -22,7 +22,7 @@ _known: WeakKeyDictionary[fx.Graph, tuple[tuple[int, int], Mapping[str, int]]] =
 MOVED = ("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t")
 
 
-def batch_dimension(node: fx.Node, batch: int) -> int | None:
+def find_batch_dim(node: fx.Node, batch: int) -> int | None:
     """Return the dimension of a value along which samples are contiguous; -1 where they alternate, None if unknown."""
     graph = node.graph
     key = batch, len(graph.nodes)
@@ -32,7 +32,7 @@ def batch_dimension(node: fx.Node, batch: int) -> int | None:
     return None if before is None else _dimension(node.meta["shape"], before, batch)
 
 
-def sampled(node: fx.Node | None) -> bool:
+def is_sampled(node: fx.Node | None) -> bool:
     """Return whether a value is computed from the model's inputs, or from their batch size."""
     todo, seen = [node], {node}
     while todo:
@@ -126,15 +126,15 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
-def channel_dimension(node: fx.Node, root: nn.Module) -> int | None:
+def find_channel_dim(node: fx.Node, root: nn.Module) -> int | None:
     """Return the channel dimension of a value, counted from the first; None if no layer around determines it."""
     found = _all(node.graph, root).get(node)
     return None if found is None else found + len(node.meta["shape"])
 
 
-def of_layer(module: nn.Module, dims: int) -> int | None:
+def get_channel_dim(module: nn.Module, dims: int) -> int | None:
     """Return the channel dimension of a value at a layer of torch.nn, counted from the last; None if there is none."""
-    names = class_names(module)
+    names = list_class_names(module)
     if any(name in names for name in LAST):
         return -1
     if "_ConvNd" in names:
@@ -184,12 +184,13 @@ def _all(graph: fx.Graph, root: nn.Module) -> Mapping[fx.Node, int]:
 def _of(node: fx.Node, root: nn.Module, dims: int) -> int | None:
     """Return the channel dimension of the result of a node that is a layer."""
     if node.op == "call_module":
-        return of_layer(root.get_submodule(str(node.target)), dims)
+        return get_channel_dim(root.get_submodule(str(node.target)), dims)
     if node.op != "call_function":
         return None
     name = getattr(node.target, "__name__", "")
     if name == "getitem" and isinstance(node.args[0], fx.Node) and node.args[0].op == "call_module":
-        return of_layer(root.get_submodule(str(node.args[0].target)), dims)  # attention, an RNN: they give several values
+        # attention, an RNN: they give several values
+        return get_channel_dim(root.get_submodule(str(node.args[0].target)), dims)
     if name in ("group_norm", "batch_norm", "instance_norm"):
         return 1 - dims if dims > 1 else None
     if name in ("layer_norm", "rms_norm"):
@@ -238,7 +239,7 @@ def _kept(dim: int, old: Sequence[int], new: Sequence[int]) -> int | None:
     return rows[0] if len(rows) == 1 else None  # several have size 1
 
 
-def unknown(value: Any) -> str:
+def describe_unknown(value: Any) -> str:
     """Return the message for a value whose channel dimension is unknown."""
     rank = len(value.shape)
     return (

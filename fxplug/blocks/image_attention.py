@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..core import weight_files
 from ..core.errors import SpecError, did_you_mean
 from ..core.spec.addresses import select
-from .base import Block, attribute_around
-from .control import per_sample
+from .base import Block, find_attribute
+from .control import align_to_samples
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -76,7 +76,7 @@ class ImageAttention(Block):
     def forward(self, value: Tensor, query: Tensor, image: Tensor, strength: Tensor) -> Tensor:
         tokens = image.reshape(image.shape[0], -1, image.shape[-1])
         found = attention(query, self.to_k_ip(tokens), self.to_v_ip(tokens), self.heads)
-        return value + found * per_sample(strength, value)
+        return value + found * align_to_samples(strength, value)
 
     def extra_repr(self) -> str:
         return f"{self.width}, {self.features}, heads={self.heads}"
@@ -97,7 +97,7 @@ def as_tokens(model: nn.Module) -> nn.Module:
 def _heads(site: Site, heads: str | int) -> int:
     if isinstance(heads, int):
         return heads
-    if (found := attribute_around(site, heads)) is not None:
+    if (found := find_attribute(site, heads)) is not None:
         return found
     raise SpecError(f"no module around '{site.path}' has an attribute '{heads}': give the number of heads itself")
 

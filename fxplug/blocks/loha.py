@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from .base import UpdateKind
-from .low_rank import factor, hadamard_halves
+from .low_rank import make_factor, make_hadamard_halves
 from .weight_update import Update
 
 
 def _delta(own: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
-    return (factor(own, "hada_w1") * factor(own, "hada_w2")).reshape(*shape)
+    return (make_factor(own, "hada_w1") * make_factor(own, "hada_w2")).reshape(*shape)
 
 
 class Loha(Update):
@@ -39,7 +39,7 @@ class Loha(Update):
         neutral={"hada_w2_b": 0},
         delta=_delta,
         factors=("hada_w1", "hada_w2"),
-        join=hadamard_halves,
+        join=make_hadamard_halves,
         formats={"peft": {}, "kohya": {}, "comfy": {}, "lycoris": {}},
         ranked=("hada_w1_b",),
         options=lambda own, rank, shape: {"tucker": "hada_t1" in own},
@@ -85,7 +85,7 @@ class Loha(Update):
             return super().updated(value, uniform)
         own: dict[str, Tensor] = dict(self.named_parameters())
         own["hada_w1_a"] = own["hada_w1_a"] * self.scale  # and one pass over the whole, not three
-        return torch.addcmul(value, *(factor(own, name).reshape(self.shape) for name in ("hada_w1", "hada_w2")))
+        return torch.addcmul(value, *(make_factor(own, name).reshape(self.shape) for name in ("hada_w1", "hada_w2")))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}{', tucker' if self.cores else ''}"

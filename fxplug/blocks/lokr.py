@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import SpecError, shown
+from ..core.errors import SpecError, quote
 from .base import UpdateKind
-from .low_rank import factor as factor_of
-from .low_rank import kronecker, kronecker_halves, lokr_shapes
-from .weight_update import Update, divisors
+from .low_rank import choose_lokr_shapes, make_kronecker, make_kronecker_halves
+from .low_rank import make_factor as factor_of
+from .weight_update import Update, list_divisors
 
 FIRST = ({"lokr_w1": "a c"}, {"lokr_w1_a": "a r", "lokr_w1_b": "r c"})
 SECOND = (
@@ -25,7 +25,7 @@ SECOND = (
 
 
 def _delta(own: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
-    return kronecker(factor_of(own, "lokr_w1"), factor_of(own, "lokr_w2").flatten(1)).reshape(*shape)
+    return make_kronecker(factor_of(own, "lokr_w1"), factor_of(own, "lokr_w2").flatten(1)).reshape(*shape)
 
 
 def _options(own: Mapping[str, Tensor], rank: int, shape: Sequence[int]) -> dict[str, Any] | None:
@@ -33,7 +33,7 @@ def _options(own: Mapping[str, Tensor], rank: int, shape: Sequence[int]) -> dict
     there = {name: tuple(tensor.shape) for name, tensor in own.items()}
     first = there["lokr_w1"] if "lokr_w1" in there else (there["lokr_w1_a"][0], there["lokr_w1_b"][1])
     split, cores = ("lokr_w1_a" in there, "lokr_w2_a" in there), "lokr_t2" in there
-    fits = lokr_shapes(shape, rank, cores=cores, first=first, split=split) == there
+    fits = choose_lokr_shapes(shape, rank, cores=cores, first=first, split=split) == there
     return {"first": first, "decompose": split, "tucker": cores} if fits else None
 
 
@@ -55,7 +55,7 @@ class Lokr(Update):
         neutral={"lokr_w2": 0, "lokr_w2_b": 0},
         delta=_delta,
         factors=("lokr_w1", "lokr_w2"),
-        join=kronecker_halves,
+        join=make_kronecker_halves,
         formats={"peft": {}, "diffusers": {}, "kohya": {}, "comfy": {}, "lycoris": {}},
         ranked=("lokr_w1_b", "lokr_w2_b"),
         options=_options,
@@ -97,7 +97,7 @@ class Lokr(Update):
         self.first = None if first is None else check_first(first, self.shape)
         if first is None:
             check_factor(factor, *self.shape[:2])
-        shapes = lokr_shapes(self.shape, rank, factor, decompose_both, tucker, full_matrix, self.first, self.decompose)
+        shapes = choose_lokr_shapes(self.shape, rank, factor, decompose_both, tucker, full_matrix, self.first, self.decompose)
         split_1, split_2, self.core = "lokr_w1_a" in shapes, "lokr_w2_a" in shapes, "lokr_t2" in shapes
         for name, size in shapes.items():
             parameter = nn.Parameter(torch.empty(size))
@@ -117,11 +117,11 @@ class Lokr(Update):
 def check_factor(factor: Any, out: int, inner: int) -> None:
     """Raise SpecError unless `factor` is -1, or divides one of the widths."""
     if not isinstance(factor, int) or isinstance(factor, bool) or (factor < 1 and factor != -1):
-        raise SpecError(f"factor must be -1 (as near to a square as possible) or a whole number above 0, not {shown(factor)}")
+        raise SpecError(f"factor must be -1 (as near to a square as possible) or a whole number above 0, not {quote(factor)}")
     if factor > 0 and out % factor and inner % factor:
         raise SpecError(
             f"factor {factor} divides neither the {out} outputs nor the {inner} inputs; "
-            f"{out} has the divisors {divisors(out)}, {inner} has {divisors(inner)}"
+            f"{out} has the divisors {list_divisors(out)}, {inner} has {list_divisors(inner)}"
         )
 
 
@@ -130,12 +130,12 @@ def check_first(first: Any, shape: Sequence[int]) -> list[int]:
     out, inner = shape[0], math.prod(shape[1:])
     numbers = isinstance(first, (list, tuple)) and len(first) == 2 and all(type(n) is int and n > 0 for n in first)
     if not numbers or out % first[0] or inner % first[1]:
-        raise SpecError(f"first must be two numbers that divide {out} outputs and {inner} inputs, not {shown(first)}")
+        raise SpecError(f"first must be two numbers that divide {out} outputs and {inner} inputs, not {quote(first)}")
     return list(first)
 
 
 def check_decompose(decompose: Any) -> list[bool]:
     """Raise SpecError unless `decompose` is two truth values."""
     if not isinstance(decompose, (list, tuple)) or [type(one) for one in decompose] != [bool, bool]:
-        raise SpecError(f"decompose must be two booleans, for the first matrix and the second, not {shown(decompose)}")
+        raise SpecError(f"decompose must be two booleans, for the first matrix and the second, not {quote(decompose)}")
     return list(decompose)

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.errors import SpecError, shown
+from ..core.errors import SpecError, quote
 from ..core.torch_internals.modules import conv_forward, is_hooked
-from .base import CONVOLUTIONS, Block, LowRank, UpdateKind, check_share, check_slots, used_slots
-from .low_rank import gated
+from .base import CONVOLUTIONS, Block, LowRank, UpdateKind, check_share, check_slots, find_used_slots
+from .low_rank import apply_gates
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -188,7 +188,7 @@ class Lora(LowRank):
     def banked(self, x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
         """Return y with the updates of a bank. In eager code on a CPU only slots in use cost time."""
         whole = self.kind == "Embedding" or self.geometry.get("groups", 1) > 1
-        slots = range(self.slots) if whole else used_slots(rows, self.slots)
+        slots = range(self.slots) if whole else find_used_slots(rows, self.slots)
         if len(slots) == self.slots or is_hooked(self.down) or is_hooked(self.up):
             return torch.add(y, self.up(self.gated(self.down(x), rows)))
         if not slots:
@@ -200,11 +200,11 @@ class Lora(LowRank):
         return torch.add(y, _with(self.up, up, self.gated(_with(self.down, down, x), own)))
 
     def gated(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Multiply the inner values of a bank by the gates of each sample, see `low_rank.gated`."""
+        """Multiply the inner values of a bank by the gates of each sample, see `low_rank.apply_gates`."""
         groups = self.geometry.get("groups", 1)
         if groups > 1:
             rows = torch.unflatten(rows, 1, (self.slots, -1))[..., : self.rank_within(groups)].flatten(1).repeat(1, groups)
-        return gated(hidden, rows, self.batch_dim, len(self.geometry.get("kernel_size", ())))
+        return apply_gates(hidden, rows, self.batch_dim, len(self.geometry.get("kernel_size", ())))
 
     def pad(self, x: Tensor, y: Tensor) -> Tensor:
         """Pad x with zeros, the odd one at the end, so that `down` has the output size of y."""
@@ -233,7 +233,7 @@ class HalfLora(Block):
         """Wrap an update. Raises SpecError for another half."""
         super().__init__()
         if half not in ("first", "second"):
-            raise SpecError(f"half must be first or second, not {shown(half)}")
+            raise SpecError(f"half must be first or second, not {quote(half)}")
         self.lora, self.side = lora, half
 
     @classmethod
@@ -273,13 +273,13 @@ def _batch_dim(site: Site, kind: str) -> int:
     node = None if site.x is None else site.x.node
     from . import dimensions as batch_dim
 
-    dim = None if node is None else batch_dim.batch_dimension(node, batch)
+    dim = None if node is None else batch_dim.find_batch_dim(node, batch)
     if dim is not None:
         if kind in CONVOLUTIONS:
             return 0 if dim == 0 and len(shape) > 2 else -1
         rows = shape if kind == "Embedding" else shape[:-1]
         return dim if dim < min(len(rows), 2) and (dim == 0 or shape[1] == batch) else -1
-    if site.x is not None and batch not in shape[:2] and not batch_dim.sampled(node):
+    if site.x is not None and batch not in shape[:2] and not batch_dim.is_sampled(node):
         return -1
     if kind in CONVOLUTIONS or len(shape) < 3 - (kind == "Embedding"):
         return 0

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ..core.errors import SpecError
 from .base import UpdateKind
 from .lora import KOHYA, PEFT
-from .low_rank import decomposed, expert_products, norm_except, product
-from .weight_update import Update, check_single, experts_of, in_place_of, output_dim, weight_at
+from .low_rank import compute_norm, decompose, multiply, multiply_experts
+from .weight_update import Update, check_single, count_experts, get_output_dim, get_weight, match_parameter
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -24,7 +24,7 @@ KOHYA_DORA = {**KOHYA, "magnitude": "dora_scale"}
 
 
 def _delta(own: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
-    return product(own["up"], own["down"], shape)
+    return multiply(own["up"], own["down"], shape)
 
 
 class LoraWeight(Update):
@@ -73,7 +73,7 @@ class LoraWeight(Update):
 
     @classmethod
     def at(cls, site: Site, rank: int = 8, slots: int = 0, rank_max: int | None = None, **options: Any) -> Self:
-        options |= {"transposed": "TransposedLinear" in site.classes, "experts": experts_of(site)}
+        options |= {"transposed": "TransposedLinear" in site.classes, "experts": count_experts(site)}
         return super().at(site, rank, slots, rank_max, **options)
 
     def bank(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class LoraWeight(Update):
 
     def update(self, own: Mapping[str, Tensor]) -> Tensor:
         if self.experts:
-            return expert_products(own["up"], own["down"])
+            return multiply_experts(own["up"], own["down"])
         made = super().update(own)
         return made.T if self.transposed else made
 
@@ -100,7 +100,7 @@ class Dora(LoraWeight):
     update_kind = UpdateKind(
         name="dora",
         forms=({"down": "r i ...", "up": "o r ...", "magnitude": "m ..."},),
-        neutral={"up": 0, "magnitude": norm_except},
+        neutral={"up": 0, "magnitude": compute_norm},
         delta=_delta,
         formats={
             "peft": PEFT_DORA, "diffusers": PEFT_DORA, "kohya": KOHYA_DORA, "comfy": KOHYA_DORA, "lycoris": KOHYA_DORA
@@ -148,16 +148,16 @@ class Dora(LoraWeight):
         """
         if by not in ("output", "input"):
             raise SpecError(f"by must be output or input, not {by!r}")
-        value = weight_at(site, "a low-rank update")
+        value = get_weight(site, "a low-rank update")
         check_single(site, "a low-rank update with magnitudes")
-        dim = output_dim(site) if by == "output" else 1 - output_dim(site)
+        dim = get_output_dim(site) if by == "output" else 1 - get_output_dim(site)
         rank = rank_max if slots and rank_max is not None else rank
         turned = "TransposedLinear" in site.classes
         shape = value.shape[::-1] if turned else value.shape
         block = cls(shape, rank, alpha, rslora, alpha_auto_scale, dim, slots, turned)
         if not slots:
             # the norm in the dtype that the weight has, or it would not be the one that forward finds
-            block.magnitude.data = norm_except(value.detach(), block.own_dim).reshape(block.magnitude.shape)
+            block.magnitude.data = compute_norm(value.detach(), block.own_dim).reshape(block.magnitude.shape)
         return block
 
     @property
@@ -168,11 +168,11 @@ class Dora(LoraWeight):
     def forward(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
         if uniform is not None:
             return super().forward(value, uniform)
-        return in_place_of(decomposed(self.updated(value), self.magnitude, self.own_dim, value.dtype), value)
+        return match_parameter(decompose(self.updated(value), self.magnitude, self.own_dim, value.dtype), value)
 
     def change(self, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
         magnitude = own["magnitude"]
-        made = decomposed(value + self.update(own), magnitude, self.own_dim, value.dtype) - value
+        made = decompose(value + self.update(own), magnitude, self.own_dim, value.dtype) - value
         return torch.where((magnitude != 0).any(), made, 0.0)
 
     def bank(self) -> dict[str, object]:

@@ -22,7 +22,7 @@ from ..core.errors import SpecError
 # --- how much of an update is taken
 
 
-def scaling(rank: int, alpha: float | None, rslora: bool = False, alpha_auto_scale: bool = True) -> float:
+def compute_scale(rank: int, alpha: float | None, rslora: bool = False, alpha_auto_scale: bool = True) -> float:
     """Return the factor of a low-rank update: alpha / rank; alpha is by default the rank.
 
     `rslora` makes it alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); `alpha_auto_scale=False` makes it alpha, as
@@ -39,12 +39,12 @@ def scaling(rank: int, alpha: float | None, rslora: bool = False, alpha_auto_sca
     return alpha
 
 
-def spread(gates: Tensor, width: int) -> Tensor:
+def repeat_gates(gates: Tensor, width: int) -> Tensor:
     """Repeat gates (..., slots) to (..., width), one for each inner channel of a bank; return a single number unchanged."""
     return gates.repeat_interleave(width // gates.shape[-1], -1) if gates.dim() else gates
 
 
-def gated(hidden: Tensor, rows: Tensor, batch_dim: int = 0, space: int = 0) -> Tensor:
+def apply_gates(hidden: Tensor, rows: Tensor, batch_dim: int = 0, space: int = 0) -> Tensor:
     """Multiply the inner values of a bank by the gates of each sample, in the dtype of the values.
 
     hidden is (..., width) with the samples, contiguous, in `batch_dim`, 0 or 1, -1 for none; or (batch, width, *space) with so
@@ -65,7 +65,7 @@ def gated(hidden: Tensor, rows: Tensor, batch_dim: int = 0, space: int = 0) -> T
     return (split * rows.view(batch, 1, -1, *ones)).to(hidden.dtype).view(hidden.shape)
 
 
-def in_slot(half: Tensor, slot: int, slots: int, groups: int = 0) -> Tensor:
+def view_slot(half: Tensor, slot: int, slots: int, groups: int = 0) -> Tensor:
     """Return a view of one slot of a bank's half: (n, rank, ...) of (n, slots * rank, ...), for `up` and an Embedding's `down`.
 
     With `groups`, (groups, rank, ...) of (groups * slots * rank, ...), for the `down` of other layers.
@@ -78,42 +78,42 @@ def in_slot(half: Tensor, slot: int, slots: int, groups: int = 0) -> Tensor:
 # --- up @ down
 
 
-def side(x: Tensor, down: Tensor, up: Tensor, rows: Tensor, batch_dim: int = 0) -> Tensor:
-    """Return an update beside a linear layer: x (..., in), down (width, in), up (out, width), rows as for `gated`."""
-    return F.linear(gated(F.linear(x, down), rows, batch_dim), up)
+def compute_update(x: Tensor, down: Tensor, up: Tensor, rows: Tensor, batch_dim: int = 0) -> Tensor:
+    """Return an update beside a linear layer: x (..., in), down (width, in), up (out, width), rows as for `apply_gates`."""
+    return F.linear(apply_gates(F.linear(x, down), rows, batch_dim), up)
 
 
-def product(up: Tensor, down: Tensor, shape: Sequence[int]) -> Tensor:
+def multiply(up: Tensor, down: Tensor, shape: Sequence[int]) -> Tensor:
     """Return up @ down in the shape of a weight: up is (out, rank, ...), down (rank, in, *kernel)."""
     return (up.flatten(1) @ down.flatten(1)).reshape(*shape)
 
 
-def expert_products(up: Tensor, down: Tensor) -> Tensor:
+def multiply_experts(up: Tensor, down: Tensor) -> Tensor:
     """Return up @ down of each expert, (experts, n, m), for up (n, rank, experts) and down (rank, experts, m)."""
     return torch.bmm(up.permute(2, 0, 1), down.transpose(0, 1))
 
 
-def in_groups(half: Tensor, groups: int) -> Tensor:
+def split_groups(half: Tensor, groups: int) -> Tensor:
     """Reshape a half of an update to the groups of its convolution: (groups, n, m) of (groups * n, ...)."""
     return half.reshape(groups, half.shape[0] // groups, -1)
 
 
-def grouped_product(up: Tensor, down: Tensor, groups: int = 1) -> Tensor:
+def multiply_groups(up: Tensor, down: Tensor, groups: int = 1) -> Tensor:
     """Return up @ down in groups, (groups, out / groups, in * kernel), for up (out, rank, ...) and down (groups * rank, in,
     *kernel)."""
-    return torch.bmm(in_groups(up, groups), in_groups(down, groups))
+    return torch.bmm(split_groups(up, groups), split_groups(down, groups))
 
 
-def added(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:
+def add_update(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:
     """Return weight + (up * gates) @ down: (out, in), for down (rank, in), up (out, rank); `gates` is one number, or (slots,).
     (out, in), for down (rank, in), up (out, rank); `gates` is one number, or (slots,).
 
     With slots the rank is slots * rank. NaN where a gate is NaN.
     """
-    return torch.addmm(weight, (up * spread(gates, down.shape[0])).to(up.dtype), down)
+    return torch.addmm(weight, (up * repeat_gates(gates, down.shape[0])).to(up.dtype), down)
 
 
-def singular(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def compute_svd(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the singular value decomposition u, s, v of up (out, rank) @ down (rank, in), without computing the product."""
     if up.shape[1] >= min(len(up), down.shape[1]):
         u, s, v = torch.linalg.svd(up @ down, full_matrices=False)
@@ -123,7 +123,7 @@ def singular(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return left @ u, s, v @ right.T
 
 
-def rank_with(values: Tensor, share: float) -> int:
+def choose_rank(values: Tensor, share: float) -> int:
     """Return how many of the first of these nonnegative values have this share of the sum of all."""
     reached = values.double().cumsum(0)
     return min(int((reached < share * reached[-1]).sum()) + 1, len(values))
@@ -138,22 +138,22 @@ def tucker(core: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.einsum("ij...,ip,jr->pr...", core, a, b)
 
 
-def cored(core: Tensor, b: Tensor) -> Tensor:
+def multiply_core(core: Tensor, b: Tensor) -> Tensor:
     """Multiply a core (rank, inner, *kernel) by the matrix (inner, in) after it: (rank, in, *kernel)."""
     return torch.einsum("ij...,jr->ir...", core, b)
 
 
-def hadamard_halves(up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor) -> tuple[Tensor, Tensor]:
+def make_hadamard_halves(up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor) -> tuple[Tensor, Tensor]:
     """Return the elementwise product of (out, r) @ (r, in) and (out, s) @ (s, in) as factors (out, r * s) and (r * s, in)."""
     return (up1.unsqueeze(2) * up2.unsqueeze(1)).flatten(1), (down1.unsqueeze(1) * down2.unsqueeze(0)).flatten(0, 1)
 
 
-def kronecker_halves(up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor) -> tuple[Tensor, Tensor]:
+def make_kronecker_halves(up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor) -> tuple[Tensor, Tensor]:
     """Return the Kronecker product of (out, r) @ (r, in) and (m, s) @ (s, n) as (out * m, r * s) and (r * s, in * n)."""
-    return kronecker(up1, up2), kronecker(down1, down2)
+    return make_kronecker(up1, up2), make_kronecker(down1, down2)
 
 
-def kronecker(a: Tensor, b: Tensor) -> Tensor:
+def make_kronecker(a: Tensor, b: Tensor) -> Tensor:
     """Return the Kronecker products (..., m * p, n * q) of (..., m, n) and (..., p, q).
 
     torch.kron takes no batch, and fails on some views of one row.
@@ -166,7 +166,7 @@ def parts(own: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor, Tensor 
     return own[f"{name}_a"], own[f"{name}_b"], own.get(name.replace("w", "t"))
 
 
-def factor(own: Mapping[str, Tensor], name: str) -> Tensor:
+def make_factor(own: Mapping[str, Tensor], name: str) -> Tensor:
     """Return one factor of a product, whole: (out, in * kernel), or (out, in, *kernel) if it is stored so."""
     if name in own:
         return own[name]
@@ -174,18 +174,18 @@ def factor(own: Mapping[str, Tensor], name: str) -> Tensor:
     return a @ b if core is None else tucker(core, a, b)
 
 
-def halves(own: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+def make_halves(own: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
     """Return one factor of a product as (out, rank) and (rank, in * kernel)."""
     if name in own:
         whole = own[name].flatten(1)
         one = torch.eye(min(whole.shape), dtype=whole.dtype, device=whole.device)
         return (one, whole) if whole.shape[0] <= whole.shape[1] else (whole, one)
     a, b, core = parts(own, name)
-    return (a, b.flatten(1)) if core is None else (a.T, cored(core, b).flatten(1))
+    return (a, b.flatten(1)) if core is None else (a.T, multiply_core(core, b).flatten(1))
 
 
-def inner_rank(own: Mapping[str, Tensor], name: str) -> int:
-    """Return the rank of one factor of a product in the form of `halves`."""
+def get_inner_rank(own: Mapping[str, Tensor], name: str) -> int:
+    """Return the rank of one factor of a product in the form of `make_halves`."""
     if name in own:
         return min(own[name].flatten(1).shape)
     a, _, core = parts(own, name)
@@ -200,7 +200,7 @@ def sides(own: Mapping[str, Tensor], name: str) -> tuple[int, tuple[int, ...]]:
     return (a.shape[0], tuple(b.shape[1:])) if core is None else (a.shape[1], (b.shape[1], *core.shape[2:]))
 
 
-def trimmed(sizes: Sequence[int]) -> tuple[int, ...]:
+def trim_shape(sizes: Sequence[int]) -> tuple[int, ...]:
     """Remove the sizes of 1 at the end: a linear layer and a 1x1 convolution have the same."""
     made = [int(n) for n in sizes]
     while len(made) > 1 and made[-1] == 1:
@@ -220,7 +220,7 @@ def factorization(size: int, factor: int = -1) -> tuple[int, int]:
     return small, size // small
 
 
-def lokr_shapes(
+def choose_lokr_shapes(
     shape: Sequence[int],
     rank: int,
     factor: int = -1,
@@ -258,21 +258,21 @@ def lokr_shapes(
 # --- magnitude and direction
 
 
-def norm_except(value: Tensor, dim: int) -> Tensor:
+def compute_norm(value: Tensor, dim: int) -> Tensor:
     """Return the Euclidean norm of each slice along `dim`, which is kept, the others of size 1; -1 is the norm of all."""
     others = [d for d in range(value.dim()) if d != dim]
     norm: Tensor = torch.linalg.vector_norm(value, dim=others, keepdim=True)
     return norm
 
 
-def over_norm(magnitude: Tensor, norm: Tensor) -> Tensor:
+def divide_by_norm(magnitude: Tensor, norm: Tensor) -> Tensor:
     """Return magnitude / norm, and 1 where the norm is zero: such a slice has no direction yet."""
     nothing = norm == 0
     return torch.where(nothing, 1.0, magnitude / torch.where(nothing, 1.0, norm))
 
 
-def decomposed(changed: Tensor, magnitude: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+def decompose(changed: Tensor, magnitude: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """Return a weight with `magnitude` as the norms of its channels along `dim`; these are computed in `dtype`, without
     gradient."""
-    norm = norm_except(changed.detach().to(changed.dtype if dtype is None else dtype), dim)
-    return changed * over_norm(magnitude.reshape(norm.shape), norm)
+    norm = compute_norm(changed.detach().to(changed.dtype if dtype is None else dtype), dim)
+    return changed * divide_by_norm(magnitude.reshape(norm.shape), norm)

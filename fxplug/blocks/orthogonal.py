@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import SpecError, shown
-from .base import Block, Method, UpdateKind, kind_key
-from .weight_update import divisors, in_place_of, weight_at
+from ..core.errors import SpecError, quote
+from .base import Block, Method, UpdateKind, make_kind_key
+from .weight_update import get_weight, list_divisors, match_parameter
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -22,7 +22,8 @@ def split(width: int, block_size: Any, blocks: Any) -> tuple[int, int]:
     SpecError."""
     name, given = ("block_size", block_size) if blocks is None else ("blocks", blocks)
     if not isinstance(given, int) or isinstance(given, bool) or given < 1 or width % given:
-        raise SpecError(f"{name} {given!r} does not divide {width}, the inputs of this weight; one of {divisors(width)} does")
+        fits = list_divisors(width)
+        raise SpecError(f"{name} {given!r} does not divide {width}, the inputs of this weight; one of {fits} does")
     return (given, width // given) if blocks is None else (width // given, given)
 
 
@@ -64,7 +65,7 @@ class Oft(Block):
         """
         super().__init__()
         if not isinstance(terms, int) or isinstance(terms, bool) or (terms < 3 and terms != 0):
-            raise SpecError(f"terms must be a whole number, 3 or more, or 0 for the exact inverse, not {shown(terms)}")
+            raise SpecError(f"terms must be a whole number, 3 or more, or 0 for the exact inverse, not {quote(terms)}")
         self.shape, self.block_size, self.blocks, self.share, self.terms = list(shape), block_size, blocks, share, terms
         self.size, count = split(math.prod(self.shape[1:]), block_size, blocks)
         if self.size < 2:
@@ -79,11 +80,11 @@ class Oft(Block):
     def bank(self) -> dict[str, Any]:
         """Return the description of the bank: its place, and the meaning of its tensors; see `adapters.banks.Bank`."""
         options = {"size": self.size, "share": self.share, "terms": self.terms}
-        return {"kind": kind_key(type(self)), "slots": 0, "rank": 1, "shape": self.shape, "options": options}
+        return {"kind": make_kind_key(type(self)), "slots": 0, "rank": 1, "shape": self.shape, "options": options}
 
     def forward(self, value: Tensor) -> Tensor:
         made = rotated(value.flatten(1), self.rotation, self.size, self.terms)
-        return in_place_of(made.reshape(self.shape), value)
+        return match_parameter(made.reshape(self.shape), value)
 
     def extra_repr(self) -> str:
         return f"{self.shape}, {self.rotation.shape[0]} of size {self.size}{', shared' if self.share else ''}"
@@ -122,7 +123,7 @@ class Boft(Block):
         most = _levels(self.size, count)
         if not isinstance(levels, int) or isinstance(levels, bool) or not 1 <= levels <= most:
             raise SpecError(
-                f"levels must be 1 to {most} with {count} blocks of size {self.size}, not {shown(levels)}: each level but "
+                f"levels must be 1 to {most} with {count} blocks of size {self.size}, not {quote(levels)}: each level but "
                 "the first halves the number of blocks, which must be even, and so must the size"
             )
         self.rotation = nn.Parameter(torch.zeros(levels, count, self.size, self.size))
@@ -137,11 +138,11 @@ class Boft(Block):
 
     def bank(self) -> dict[str, Any]:
         """Return the description of the bank and its place; see `adapters.banks.Bank`."""
-        return {"kind": kind_key(type(self)), "slots": 0, "rank": 1, "shape": self.shape}
+        return {"kind": make_kind_key(type(self)), "slots": 0, "rank": 1, "shape": self.shape}
 
     def forward(self, value: Tensor) -> Tensor:
         matrix = rotated_in_levels(value.flatten(1), self.rotation, self.order)
-        return in_place_of((matrix * self.magnitude).reshape(self.shape), value)
+        return match_parameter((matrix * self.magnitude).reshape(self.shape), value)
 
     def extra_repr(self) -> str:
         return f"{self.shape}, {self.levels} levels of {self.rotation.shape[1]} blocks of size {self.size}"
@@ -157,7 +158,7 @@ def _levels(size: int, count: int) -> int:
 
 def rotatable_shape(site: Site) -> torch.Size:
     """Return the shape of a weight whose second and later dimensions are a layer's inputs. Raises SpecError."""
-    value = weight_at(site, "a rotation of the inputs")
+    value = get_weight(site, "a rotation of the inputs")
     if "Embedding" in site.classes or "_ConvTransposeNd" in site.classes:
         raise SpecError(f"{site.path} is a {site.classes[0]}; a rotation of the inputs fits Linear, Conv1d, Conv2d and Conv3d")
     return value.shape
@@ -174,7 +175,7 @@ def skew(upper: Tensor, size: int) -> Tensor:
     return filled.permute(2, 0, 1) - filled.permute(2, 1, 0)
 
 
-def cayley(matrices: Tensor) -> Tensor:
+def compute_cayley(matrices: Tensor) -> Tensor:
     """Return (I - Q)(I + Q)^-1 of skew-symmetric matrices Q (n, size, size): orthogonal, and exactly I where Q is zero."""
     q = matrices.float()  # there is no solver for half precision
     one = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device).expand_as(q)
@@ -187,7 +188,7 @@ def neumann(matrices: Tensor, terms: int) -> Tensor:
     once.
 
     Orthogonal for small Q only. As in OFTv2 (Qiu et al. 2025, arXiv 2506.19847) and PEFT, with Q of the other sign than in
-    `cayley`. (PEFT uses 3 terms for 4.)
+    `compute_cayley`. (PEFT uses 3 terms for 4.)
     """
     one = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device).expand_as(matrices)
     result, power = one + 2 * matrices, matrices
@@ -207,12 +208,12 @@ def rotated(value: Tensor, upper: Tensor, size: int, terms: int) -> Tensor:
     """Rotate a weight (out, in) by OFT: `upper` is the argument of `skew`, `terms` the length of the series, 0 for the
     inverse."""
     matrices = skew(upper, size)
-    return turned(value, (neumann(matrices, terms) if terms else cayley(matrices)).to(value.dtype))
+    return turned(value, (neumann(matrices, terms) if terms else compute_cayley(matrices)).to(value.dtype))
 
 
 def rotated_in_levels(value: Tensor, matrices: Tensor, orders: Iterable[Tensor]) -> Tensor:
     """Rotate a weight (out, in) by BOFT's (levels, blocks, size, size), each level on inputs in its order, see `butterfly`."""
-    rotations = cayley((matrices - matrices.mT).flatten(0, 1) * 0.5).reshape(matrices.shape).to(value.dtype)
+    rotations = compute_cayley((matrices - matrices.mT).flatten(0, 1) * 0.5).reshape(matrices.shape).to(value.dtype)
     for order, level in zip(orders, rotations, strict=True):
         value = turned(value[:, torch.argsort(order)], level)[:, order]
     return value

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.errors import SpecError
-from .base import Block, attribute_around, check_count, check_share
+from .base import Block, check_count, check_share, find_attribute
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site, Value
@@ -74,7 +74,7 @@ def prefix_tokens(site: Site, value: Value) -> int:
     """Return `num_prefix_tokens` of the nearest module around a site that has it. Raises SpecError."""
     if len(value.shape) != 3:
         raise SpecError(f"prompt tokens need a value (batch, tokens, width), not {value}")
-    if (found := attribute_around(site, "num_prefix_tokens")) is not None:
+    if (found := find_attribute(site, "num_prefix_tokens")) is not None:
         return found
     raise SpecError(
         "the number of class and register tokens is not known, since the model has no 'num_prefix_tokens': set prefix: 1, or "

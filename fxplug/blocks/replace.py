@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..core.errors import SpecError
-from ..core.spec.pass_file import accepted_arguments, check_known
-from .base import Block, torch_class
+from ..core.spec.pass_file import check_known, get_arguments
+from .base import Block, find_torch_class
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -25,14 +25,14 @@ class Replace(Block):
     def __init__(self, kind: str, options: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         self.kind, self.options = kind, dict(options or {})
-        self.module = torch_class(kind)(**self.options)
+        self.module = find_torch_class(kind)(**self.options)
 
     @classmethod
     def at(cls, site: Site, to: str, options: Mapping[str, Any] | None = None) -> Replace:
         """Make the module. Raises SpecError for an unknown class of torch.nn, an option it does not take, and a missing one."""
-        kind = torch_class(to)
+        kind = find_torch_class(to)
         given = dict(options or {})
-        known = accepted_arguments(kind, leave=("device", "dtype")).names
+        known = get_arguments(kind, leave=("device", "dtype")).names
         check_known(given, known, f"{to} takes no")
         for name in known:
             if name not in given and hasattr(site.module, name):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .base import Block, Method, UpdateKind, align_to_dim, kind_key, width
+from .base import Block, Method, UpdateKind, align_to_dim, get_width, make_kind_key
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -52,11 +52,11 @@ class Scale(Block):
     def at(cls, site: Site, dim: int | None = None) -> Scale:
         """Make a gate for any tensor; `dim` is its channel dimension, by default that of the layers around. Raises
         SpecError."""
-        return cls(*width(site, site.args[0], dim))
+        return cls(*get_width(site, site.args[0], dim))
 
     def bank(self) -> dict[str, Any]:
         """Return the description of the bank and its place; see `adapters.banks.Bank`."""
-        return {"kind": kind_key(type(self)), "slots": 0, "rank": 1, "shape": [self.width]}
+        return {"kind": make_kind_key(type(self)), "slots": 0, "rank": 1, "shape": [self.width]}
 
     def forward(self, y: Tensor) -> Tensor:
         return y * align_to_dim(self.weight, y, self.dim)
@@ -79,7 +79,7 @@ class Ssf(Block):
     @classmethod
     def at(cls, site: Site, dim: int | None = None) -> Ssf:
         """Make a scale and a shift for any tensor; `dim` is its channel dimension, by default that of the layers around."""
-        return cls(*width(site, site.args[0], dim))
+        return cls(*get_width(site, site.args[0], dim))
 
     def forward(self, y: Tensor) -> Tensor:
         return y * align_to_dim(self.scale, y, self.dim) + align_to_dim(self.shift, y, self.dim)

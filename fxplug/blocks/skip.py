@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.errors import GuardError
-from .base import Block, align_to_dim, widths
+from .base import Block, align_to_dim, get_widths
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -35,7 +35,7 @@ class Skip(Block):
         """Make a skip along `dim`, by default the value's channels. Raises SpecError if other dimensions differ."""
         value, source = site.args
         what, way = f"a skip from {source} to {value}", "use a block of your own that reshapes"
-        return cls(*widths(site, value, source, dim, what, way))
+        return cls(*get_widths(site, value, source, dim, what, way))
 
     def forward(self, value: Tensor, source: Tensor) -> Tensor:
         if source.shape[self.dim] != self.source_width or value.shape[self.dim] != self.width:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.errors import SpecError
-from ..core.quantised import weight_shape
+from ..core.quantised import get_weight_shape
 from .base import Block, UpdateKind, check_count, check_share
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Vera(Block):
         weight = site.module._parameters.get("weight")
         if weight is None or weight.dim() != 2:
             raise SpecError(f"{site.path} is a {site.classes[0]}; VeRA fits linear layers")
-        out, inner = weight_shape(site.module, weight)
+        out, inner = get_weight_shape(site.module, weight)
         return cls(inner, out, rank, d_initial, dropout)
 
     def forward(self, x: Tensor, y: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Vera(Block):
         return f"{self.in_features}, {self.out_features}, rank={self.rank}"
 
 
-def projections(key: int, rank: int, inner: int, out: int) -> tuple[Tensor, Tensor]:
+def draw_projections(key: int, rank: int, inner: int, out: int) -> tuple[Tensor, Tensor]:
     """Return VeRA's two fixed matrices (rank, inner), (out, rank) for the widest of its layers, as PEFT draws them on a CPU."""
     generator = torch.Generator().manual_seed(key)
     sizes = (rank, inner), (out, rank)
@@ -80,7 +80,7 @@ class Projections(nn.Module):
     def __init__(self, rank: int, in_features: int, out_features: int, key: int = 0) -> None:
         """Draw the matrices. Raises SpecError for a rank below 1."""
         super().__init__()
-        first, second = projections(key, check_count("rank", rank), in_features, out_features)
+        first, second = draw_projections(key, check_count("rank", rank), in_features, out_features)
         like = torch.empty(0)  # of the dtype and on the device of the model
         self.register_buffer("first", first.to(like))
         self.register_buffer("second", second.to(like))

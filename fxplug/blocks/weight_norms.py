@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.errors import SpecError, shown
+from ..core.errors import SpecError, quote
 from .base import Block, check_count
-from .low_rank import norm_except, over_norm
-from .weight_update import in_place_of, weight_at
+from .low_rank import compute_norm, divide_by_norm
+from .weight_update import get_weight, match_parameter
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -43,13 +43,13 @@ class WeightNorm(Block):
     @classmethod
     def at(cls, site: Site, dim: int = 0) -> WeightNorm:
         """Make a length for any parameter of one or more dimensions."""
-        value = weight_at(site, "weight normalisation", 1)
+        value = get_weight(site, "weight normalisation", 1)
         block = cls(value.shape, dim)
-        block.magnitude.data = norm_except(value.detach(), dim)
+        block.magnitude.data = compute_norm(value.detach(), dim)
         return block
 
     def forward(self, value: Tensor) -> Tensor:
-        return in_place_of(value * over_norm(self.magnitude, norm_except(value, self.dim)), value)
+        return match_parameter(value * divide_by_norm(self.magnitude, compute_norm(value, self.dim)), value)
 
 
 def power_iteration(matrix: Tensor, u: Tensor, v: Tensor, steps: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class SpectralNorm(Block):
         dimension, or an `eps` of 0.1 or more."""
         super().__init__()
         if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 0.1:
-            raise SpecError(f"eps must be at least 0 and below 0.1, not {shown(eps)}")
+            raise SpecError(f"eps must be at least 0 and below 0.1, not {quote(eps)}")
         self.shape, self.steps, self.dim, self.eps = list(shape), check_count("steps", steps), dim, eps
         _check_dim(dim, self.shape)
         rows = self.shape[dim]
@@ -88,7 +88,7 @@ class SpectralNorm(Block):
 
         The vectors start with 15 power iterations, as torch's do.
         """
-        value = weight_at(site, "spectral normalisation").detach()
+        value = get_weight(site, "spectral normalisation").detach()
         block = cls(value.shape, steps, int("_ConvTransposeNd" in site.classes) if dim is None else dim, eps)
         start = (block.u.to(value), block.v.to(value))
         block.u, block.v = power_iteration(block.matrix(value), *start, 15, eps)
@@ -109,7 +109,7 @@ class SpectralNorm(Block):
         else:
             # a later call in training must not change what this call's gradient reads
             u, v = u.clone(), v.clone()
-        return in_place_of(value / torch.dot(u, matrix @ v), value)
+        return match_parameter(value / torch.dot(u, matrix @ v), value)
 
 
 def _check_dim(dim: object, shape: Sequence[int]) -> None:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import SpecError
-from .base import LowRank, Method, UpdateKind, kind_key, used_slots
-from .low_rank import trimmed
+from .base import LowRank, Method, UpdateKind, find_used_slots, make_kind_key
+from .low_rank import trim_shape
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
 
 
-def weight_at(site: Site, what: str, dims: int = 2) -> Tensor:
+def get_weight(site: Site, what: str, dims: int = 2) -> Tensor:
     """Return the parameter of a site, floating-point and of at least `dims` dimensions. Raises SpecError, which names
     `what`."""
     value = site.parameter
@@ -32,12 +32,12 @@ def weight_at(site: Site, what: str, dims: int = 2) -> Tensor:
     return value
 
 
-def output_dim(site: Site) -> int:
+def get_output_dim(site: Site) -> int:
     """Return the output dimension of a layer's weight: 0, but 1 for Embedding and transposed convolutions."""
     return int("Embedding" in site.classes or "_ConvTransposeNd" in site.classes)
 
 
-def experts_of(site: Site) -> int:
+def count_experts(site: Site) -> int:
     """Return the number of experts in a parameter of three dimensions, as in a mixture of experts; 0 for any other one.
 
     A layer's own weight, and one of torch.nn's modules, is a single one, whatever its dimensions.
@@ -49,7 +49,7 @@ def experts_of(site: Site) -> int:
 
 def check_single(site: Site, what: str) -> None:
     """Raise SpecError for a parameter with the weights of several experts, which `what` does not support."""
-    if (experts := experts_of(site)) > 1:
+    if (experts := count_experts(site)) > 1:
         shape = list(site.parameter.shape)
         raise SpecError(
             f"{what} is for one weight, and '{site.port}' is {shape}, the weights of {experts} experts: use lora_weight, which "
@@ -57,7 +57,7 @@ def check_single(site: Site, what: str) -> None:
         )
 
 
-def in_place_of(result: Tensor, value: Tensor) -> Tensor:
+def match_parameter(result: Tensor, value: Tensor) -> Tensor:
     """Return `result`, of the shape of a parameter, in its dtype and with its strides, to replace the parameter.
 
     Which kernel reads a weight, and so the last bit of its result, depends on its strides, and in torch.matmul on whether it
@@ -105,7 +105,7 @@ class Update(LowRank):
     def at(cls, site: Site, rank: int = 8, slots: int = 0, rank_max: int | None = None, **options: Any) -> Self:
         """Make an update for any parameter of two or more dimensions; with `slots`, for adapters of ranks up to `rank_max`."""
         rank = rank_max if slots and rank_max is not None else rank
-        shape = weight_at(site, cls.asks).shape
+        shape = get_weight(site, cls.asks).shape
         if not cls.by_expert:
             check_single(site, cls.asks)
         return cls(shape[::-1] if options.get("transposed") else shape, rank, slots=slots, **options)
@@ -119,17 +119,18 @@ class Update(LowRank):
     def bank(self) -> dict[str, Any]:
         """Describe the bank in plain values, for matching adapters; see `adapters.banks.Bank`."""
         names = list(self._parameters)
-        return {"kind": kind_key(type(self)), "slots": self.slots, "rank": self.rank, "shape": self.shape, "parameters": names}
+        kind = make_kind_key(type(self))
+        return {"kind": kind, "slots": self.slots, "rank": self.rank, "shape": self.shape, "parameters": names}
 
     def forward(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
-        return in_place_of(self.updated(value, uniform), value)
+        return match_parameter(self.updated(value, uniform), value)
 
     def updated(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
         """Return the parameter with the update added, or with those of the slots in use."""
         if uniform is None:
             return value + self.scale * self.update(dict(self.named_parameters()))
         total = value
-        for slot in used_slots(uniform, self.slots):
+        for slot in find_used_slots(uniform, self.slots):
             total = total + uniform[slot] * self.change(value, {name: bank[slot] for name, bank in self.named_parameters()})
         return total
 
@@ -162,7 +163,7 @@ class Delta(Update):
         method="diff",
         algebra=Method(
             lambda value, own, options: value + own["delta"].reshape(value.shape),
-            lambda own, options, shape: trimmed(own["delta"].shape) == trimmed(shape),
+            lambda own, options, shape: trim_shape(own["delta"].shape) == trim_shape(shape),
             ("delta",),
         ),
         whole=True,
@@ -181,7 +182,7 @@ class Delta(Update):
     @classmethod
     def at(cls, site: Site, slots: int = 0) -> Delta:  # type: ignore[override]  # it has no rank
         """Make a change for any floating-point parameter."""
-        return cls(weight_at(site, cls.asks, 0).shape, slots)
+        return cls(get_weight(site, cls.asks, 0).shape, slots)
 
     def updated(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
         return value + self.delta if uniform is None else super().updated(value, uniform)
@@ -193,7 +194,7 @@ class Delta(Update):
 # --- Kronecker product
 
 
-def divisors(size: int) -> list[int]:
+def list_divisors(size: int) -> list[int]:
     """Return all numbers that divide `size`."""
     small = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
     return sorted({*small, *(size // d for d in small)})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..core.errors import TraceError
-from ..core.ir.containers import children
+from ..core.ir.containers import list_members
 
 
 def described(value: Any) -> str:
@@ -19,7 +19,7 @@ def described(value: Any) -> str:
         return "tensor"
     if isinstance(value, (bool, int, float, str)):
         return repr(value)
-    members = children(value)
+    members = list_members(value)
     if members is None:
         return "None" if value is None else type(value).__name__
     items = [(key, described(member)) for key, member in members]
@@ -56,5 +56,5 @@ def unwritten(who: str, *values: Any) -> Iterator[None]:
 
 
 def _identities(value: Any) -> Any:
-    found = None if isinstance(value, torch.Tensor) else children(value)
+    found = None if isinstance(value, torch.Tensor) else list_members(value)
     return id(value) if found is None else [(key, _identities(member)) for key, member in found]

@@ -13,9 +13,9 @@ import fxplug
 
 from ..core.cli.verbs import Allow, Debug, load_saved
 from ..core.errors import SpecError, did_you_mean
-from ..core.reading import reported
-from ..core.spec.saved_config import saved_config
-from ..core.writing import new_file
+from ..core.reading import report_errors
+from ..core.spec.saved_config import read_saved_config
+from ..core.writing import replace_file
 
 SYSTEMS = ("hcp", "zhijian")
 WEIGHTS = (".ckpt", ".safetensors", ".pt", ".pth", ".bin")
@@ -88,7 +88,7 @@ def convert(
         from .hcp import convert_file as hcp
 
         done = hcp.convert(file, model=model, part=part, inputs=dict(map(hcp.read_input, input or [])), out=out)
-    with reported(lambda finding: SpecError(f"{out} {finding}"), "cannot be written"):
+    with report_errors(lambda finding: SpecError(f"{out} {finding}"), "cannot be written"):
         _write(out, done.text)
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -108,7 +108,7 @@ def _into(file: Path, folder: Path, passes: list[str], ema: bool, allow: list[st
 
     module = load_saved(str(folder), None, allow)
     names = load_checkpoint(module, file, passes=passes, ema=ema)
-    fxplug.save(module, folder, config=saved_config(folder))
+    fxplug.save(module, folder, config=read_saved_config(folder))
     print(f"{len(names)} weights of {', '.join(dict.fromkeys(name.partition('.')[0] for name in names))}")
     print(f"saved in {folder}")
 
@@ -135,5 +135,5 @@ def _write(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text, "utf-8")
         return
-    with new_file(path) as beside:
+    with replace_file(path) as beside:
         beside.write_text(text, "utf-8")

@@ -44,7 +44,7 @@ LIBRARIES = {
 }
 
 
-def extra_with(module: str) -> str | None:
+def find_extra(module: str) -> str | None:
     """Return the extra of fxplug that installs a module; None if none does."""
     return next((library.extra for library in LIBRARIES.values() if library.module == module.partition(".")[0]), None)
 
@@ -55,7 +55,7 @@ def _release(text: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-def installed(name: str) -> str | None:
+def find_version(name: str) -> str | None:
     """Return the installed version of a library, None if it is missing."""
     try:
         return version(name)
@@ -74,7 +74,7 @@ def is_tested(name: str, found: str) -> bool:
 
 def warn_if_untested(name: str) -> None:
     """Warn (UserWarning) if the installed version of a library is outside the tested range."""
-    found, library = installed(name), LIBRARIES[name]
+    found, library = find_version(name), LIBRARIES[name]
     if found and not is_tested(name, found):
         tested = f"{library.oldest} to {library.newest}"
         warnings.warn(

@@ -22,10 +22,10 @@ class FxplugError(Exception):
     """
 
     def __str__(self) -> str:  # and no __init__, in which torch.compile cannot follow where a guard raises one
-        return printable(super().__str__())
+        return make_printable(super().__str__())
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({shown(str(self), LONGEST)})"
+        return f"{type(self).__name__}({quote(str(self), LONGEST)})"
 
 
 class SpecError(FxplugError):
@@ -39,7 +39,7 @@ class SpecError(FxplugError):
     def __init__(
         self, finding: str, *, path: Sequence[str | int] = (), key: str | None = None, where: object = ""
     ) -> None:
-        super().__init__(": ".join(part for part in (str(where), dotted(path), finding) if part))
+        super().__init__(": ".join(part for part in (str(where), format_path(path), finding) if part))
         self.finding = finding
         self.path = tuple(path)
         self.key = key
@@ -47,7 +47,7 @@ class SpecError(FxplugError):
 
 
 @contextmanager
-def below(*path: str | int) -> Iterator[None]:
+def prefix_path(*path: str | int) -> Iterator[None]:
     """Prefix the paths of SpecErrors with `path`; one with a place in another file keeps that in its text."""
     try:
         yield
@@ -85,12 +85,12 @@ class ArtifactError(FxplugError):
     """A saved rewrite or adapter file that cannot be read, or does not fit."""
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Escape what controls a terminal in `text`, and cut it in the middle if it is very long."""
-    return _short(harmless(_short(text)))
+    return _short(escape(_short(text)))
 
 
-def harmless(text: str) -> str:
+def escape(text: str) -> str:
     """Escape what controls a terminal in `text`, except line ends."""
     if text.isascii() and text.replace("\n", "").isprintable():
         return text
@@ -127,28 +127,28 @@ _brief.maxdict = _brief.maxlist = _brief.maxtuple = _brief.maxset = _brief.maxfr
 _brief.maxlevel, _brief.maxstring, _brief.maxother = 3, 120, 120
 
 
-def brief(value: object, length: int = 200) -> str:
+def format_brief(value: object, length: int = 200) -> str:
     """Format a value for a message or a `repr`: in few words, printable, at most `length` characters."""
     try:
-        return cut(printable(_brief.repr(value)), length)
+        return cut(make_printable(_brief.repr(value)), length)
     except Exception:  # whatever a stranger's `shape` or members raise
         return f"a {type(value).__name__}"
 
 
-def brief_fields(self: Any) -> str:
+def format_fields(self: Any) -> str:
     """Return the `__repr__` of a dataclass whose fields may hold tensors, modules and long lists: each in few words."""
-    shown_ = (f"{f.name}={brief(getattr(self, f.name, None), 160)}" for f in fields(self) if f.repr)
+    shown_ = (f"{f.name}={format_brief(getattr(self, f.name, None), 160)}" for f in fields(self) if f.repr)
     return cut(f"{type(self).__name__}({', '.join(shown_)})", LONGEST)
 
 
-def shown(value: object, length: int = 80) -> str:
+def quote(value: object, length: int = 80) -> str:
     """Quote a value from a file for a message: printable and at most `length` characters."""
     if isinstance(value, (str, bytes)):
-        return cut(printable(repr(value[:length])), length)
-    return brief(value, length)
+        return cut(make_printable(repr(value[:length])), length)
+    return format_brief(value, length)
 
 
-def first_line(error: BaseException) -> str:
+def get_first_line(error: BaseException) -> str:
     """Return an error's text in one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
@@ -158,13 +158,13 @@ def cut(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
-def shortened(text: str, length: int) -> str:
+def shorten(text: str, length: int) -> str:
     """Cut `text` in the middle to at most `length` characters."""
     half = (length - 5) // 2
     return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"
 
 
-def outline(text: str) -> str:
+def cut_lines(text: str) -> str:
     """Cut a text to at most `LONGEST` characters by leaving out lines in its middle."""
     if len(text) <= LONGEST:
         return text
@@ -178,11 +178,11 @@ def outline(text: str) -> str:
 
 def did_you_mean(word: object, known: Iterable[object]) -> str:
     """Return ` (did you mean 'x'?)` for the name in `known` nearest to `word`, or ""."""
-    near = nearest(shown(word, 200) if isinstance(word, int) else str(word), known)
+    near = find_nearest(quote(word, 200) if isinstance(word, int) else str(word), known)
     return f" (did you mean '{near}'?)" if near else ""
 
 
-def nearest(word: str, known: Iterable[object]) -> str:
+def find_nearest(word: str, known: Iterable[object]) -> str:
     """Return the name in `known` that is most like `word`, or "". Takes bounded time, whatever the names are. Takes bounded
     time, whatever the names are.
 
@@ -198,7 +198,7 @@ def nearest(word: str, known: Iterable[object]) -> str:
     return names[near[0]] if near else ""
 
 
-def dotted(path: Sequence[str | int]) -> str:
+def format_path(path: Sequence[str | int]) -> str:
     """Format `("rules", 0, "match")` as `rules[0].match`."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return text.removeprefix(".")

@@ -19,7 +19,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from .errors import ClashError, FxplugError, SpecError, brief_fields
+from .errors import ClashError, FxplugError, SpecError, format_fields
 
 GROUP = "fxplug.extensions"
 CONTRACT = 1  # raised when an `Extension` of before no longer works
@@ -53,7 +53,7 @@ class Extension:
     hooks: Mapping[str, str] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
 @cache
@@ -63,7 +63,7 @@ def extensions() -> dict[str, Extension]:
 
 
 @cache
-def unusable() -> dict[str, str]:
+def find_unusable() -> dict[str, str]:
     """Why each of the others cannot be used, by name."""
     return _read()[1]
 
@@ -107,12 +107,12 @@ def _entry_points() -> list[EntryPoint]:
     return [points[key] for key in sorted(points)]
 
 
-def others() -> bool:
+def has_others() -> bool:
     """Return whether a package other than fxplug registers an extension. Imports none."""
     return any(not point.value.startswith("fxplug.") for point in _entry_points())
 
 
-def parts(kind: str) -> dict[str, str]:
+def list_parts(kind: str) -> dict[str, str]:
     """Return everything that the extensions define of a kind, one of `KINDS`, by name. Raises ClashError for a duplicate
     name."""
     found: dict[str, tuple[str, str]] = {}
@@ -129,7 +129,7 @@ def parts(kind: str) -> dict[str, str]:
 
 def import_part(kind: str, key: str) -> Any:
     """Import and return what the extensions define under a name; None if none does. Raises FxplugError if the import fails."""
-    path = parts(kind).get(key)
+    path = list_parts(kind).get(key)
     if path is None:
         return None
     module, _, attribute = path.partition(":")
@@ -145,17 +145,17 @@ def need_hook(key: str, owner: str) -> Any:
     """Return the hook of that name. Raises SpecError, which names the extension that defines it, if there is none."""
     hook = import_part("hooks", key)
     if hook is None:
-        raise SpecError(f"this needs fxplug.{owner}{unusable_note(owner) or f' (pip install fxplug[{owner}])'}")
+        raise SpecError(f"this needs fxplug.{owner}{describe_unusable(owner) or f' (pip install fxplug[{owner}])'}")
     return hook
 
 
-def unusable_note(name: str | None = None) -> str:
+def describe_unusable(name: str | None = None) -> str:
     """Return a clause for errors about the extensions that cannot be used and why; "" if all can."""
-    rows = {key: why for key, why in unusable().items() if name in (None, key)}
+    rows = {key: why for key, why in find_unusable().items() if name in (None, key)}
     return "".join(f"; the extension '{key}' cannot be used: {why}" for key, why in rows.items())
 
 
-def block_packages() -> Iterator[str]:
+def list_block_packages() -> Iterator[str]:
     """Yield the packages of extensions whose blocks an artifact may name."""
     for extension in extensions().values():
         yield from extension.blocks
@@ -201,7 +201,7 @@ class DistributedPart(Derivation[M]):
         raise NotImplementedError
 
 
-def derivation_of(module: M) -> Derivation[M] | None:
+def get_derivation(module: M) -> Derivation[M] | None:
     """Return the derivation of a module; None for one that was traced, and rewritten by passes."""
     gm: Any = module
     found: Derivation[M] | None = gm.meta.get(DERIVATION)

@@ -14,20 +14,20 @@ import torch
 
 from . import extensions
 from .artifacts.artifact import save
-from .capture.fake_tensors import lacks_values
+from .capture.fake_tensors import is_missing_values
 from .capture.tracer import trace
-from .errors import DEFAULT, LONGEST, ArtifactError, FxplugError, SpecError, brief_fields, harmless, outline
-from .ir.containers import parameters
-from .ir.text import diff, patterns
-from .ir.traced_module import TracedModule, class_names
+from .errors import DEFAULT, LONGEST, ArtifactError, FxplugError, SpecError, cut_lines, escape, format_fields
+from .ir.containers import count_pass_parameters
+from .ir.text import diff, find_patterns
+from .ir.traced_module import TracedModule, list_class_names
 from .models.built_model import BuiltModel
 from .models.example_inputs import added_inputs, build_with_inputs, default_inputs, example_inputs
 from .models.factory import torch_device
 from .rewriter.applying import apply
 from .rewriter.matcher import find
 from .rewriter.sites import Site, Sites
-from .spec.run_config import Config, load_config, resolved
-from .spec.saved_config import saved_config
+from .spec.run_config import Config, load_config, resolve
+from .spec.saved_config import read_saved_config
 from .writing import check_folder
 
 if TYPE_CHECKING:  # what a dry run may do without is imported by what needs it
@@ -55,7 +55,7 @@ class Result:
     stepped: Any = None
     pipeline: Any = None
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     @property
     def listing(self) -> str:
@@ -70,14 +70,14 @@ class Result:
     def _listed(self, rows: Callable[[Iterable[tuple[Site, str]]], Iterator[str]]) -> str:
         plan = [self.plan.listing] if self.plan is not None else []
         plan += [self.stepped.extra_repr()] if self.stepped is not None else []
-        return "\n".join([*_site_lines(self, rows), *plan, parameters(self.module)])
+        return "\n".join([*_site_lines(self, rows), *plan, count_pass_parameters(self.module)])
 
     def __str__(self) -> str:
         """Return the listing if it is short, else the number of sites of each pass, what it left out, and the parameters."""
         if sum(map(len, self.sites.values())) <= SHOWN and len(text := self.listing) <= LONGEST:
             return text
         rows = (f"{name}: {sites.summary}" for name, sites in self.sites.items())
-        return outline("\n".join([*rows, parameters(self.module)]))
+        return cut_lines("\n".join([*rows, count_pass_parameters(self.module)]))
 
 
 def rewrite(
@@ -134,14 +134,14 @@ def rewrite(
         with step("save"):
             save_run_record(result)
             inputs = {**default_inputs(config, result.base, result.inputs), **added_inputs(config, result.module)[1]}
-            save(result.module, out, config={**resolved(config), "inputs": inputs})
+            save(result.module, out, config={**resolve(config), "inputs": inputs})
         result.out = Path(out)
     return result
 
 
 def saved_inputs(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Example inputs for a saved rewrite, as the configuration in its folder has them. Builds and imports nothing."""
-    read = saved_config(folder)
+    read = read_saved_config(folder)
     if read is None:
         raise SpecError(
             f"'{folder}' was saved without a configuration, so its example inputs are not known: load it in Python, and pass "
@@ -156,7 +156,7 @@ def saved_diff(folder: str | Path, module: TracedModule) -> str:
     kept = load_run_record(module)
     if kept is None:
         raise SpecError(f"'{folder}' was not saved by `fxplug rewrite`, so the model before the rewrite is not known")
-    return harmless("".join(kept["text"]))
+    return escape("".join(kept["text"]))
 
 
 def load_run_record(module: TracedModule) -> dict[str, Any] | None:
@@ -188,7 +188,7 @@ def _plan(config: Config, step: Step) -> Result:
     try:
         traced = _traced(config, step, "meta")
     except Exception as error:  # the model's code may raise anything
-        if torch_device(config).type == "meta" or not lacks_values(error):
+        if torch_device(config).type == "meta" or not is_missing_values(error):
             raise
         warnings.warn("the model cannot be built without memory on the meta device, so the real model is built: "
                       f"{error}", stacklevel=2)
@@ -255,7 +255,7 @@ def _folded_rows(found: Iterable[tuple[Site, str]]) -> Iterator[str]:
         key = (f"{site.what}{block}", site.where)
         alike.setdefault((key[0], times[key]), []).append(site.where)  # two blocks at one place are two lines
         times[key] += 1
-    rows = [(where, what) for (what, _), places in alike.items() for where in patterns(places)]
+    rows = [(where, what) for (what, _), places in alike.items() for where in find_patterns(places)]
     order = {where: index for index, (_, where) in enumerate(times)}
     for where, what in sorted(rows, key=lambda row: order[row[0].first]):
         yield f"  {where.text}  {what}" + (f"  x{where.count}" if where.count > 1 else "")
@@ -270,7 +270,7 @@ def _site_lines(result: Result, rows: Callable[[Iterable[tuple[Site, str]]], Ite
         yield f"{name}: {head}, {count:,} parameters"
         for network in _entry(result.module, name)["networks"]:
             module = result.module.get_submodule(f"{name}.{network}")
-            yield f"  network {network}  {class_names(module)[0]}  +{sum(p.numel() for p in module.parameters()):,}"
+            yield f"  network {network}  {list_class_names(module)[0]}  +{sum(p.numel() for p in module.parameters()):,}"
         yield from rows((site, _added(result, block)) for site, block in zip(sites, blocks, strict=True))
         if left:
             yield f"{name}: {left}"

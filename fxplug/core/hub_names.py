@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from . import extensions
-from .errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean, shown
-from .writing import recovered
+from .errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean, quote
+from .writing import find_whole_folder
 
 # user/name, then a revision and a file of the repository where they are given
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[^/@\s]+)?(/[^@\s]+\.safetensors)?\Z", re.ASCII)
@@ -29,7 +29,7 @@ def is_hub_name(source: object, base: str | os.PathLike[str] = "") -> bool:
     if source.count("/") == 1 and source.endswith(FILES):
         return False
     path = Path(base, source)
-    return not os.path.lexists(path) and not recovered(path).exists()
+    return not os.path.lexists(path) and not find_whole_folder(path).exists()
 
 
 def local_path(
@@ -43,7 +43,7 @@ def local_path(
     Raises ArtifactError for a repository that cannot be fetched, and SpecError for a revision of another path.
     """
     if not isinstance(revision, (str, type(None))) or revision == "":
-        raise SpecError(f"revision must be a branch, a tag or a commit as text, not {shown(revision)}")
+        raise SpecError(f"revision must be a branch, a tag or a commit as text, not {quote(revision)}")
     if not is_hub_name(source):
         if revision is not None:
             raise SpecError(

@@ -110,7 +110,7 @@ _writing = threading.RLock()  # while the tensors get another choice
 _chosen: ContextVar[Mapping[StateLock, Choice]] = ContextVar("_chosen", default=NO_CHOICE)
 
 
-def locks_of(module: nn.Module) -> tuple[StateLock, ...]:
+def get_locks(module: nn.Module) -> tuple[StateLock, ...]:
     """Return the locks of a module's states: none where no module in it has switchable state."""
     found = (m.__dict__.get("state_lock") for m in module.modules())
     return tuple(dict.fromkeys(locks for locks in found if isinstance(locks, StateLock)))
@@ -122,7 +122,7 @@ def call_with_read_lock(locks: tuple[StateLock, ...], function: Callable[..., An
     Raises FxplugError where a change left half of its work, until another one succeeds; SpecError within a call of this thread
     that takes another choice.
     """
-    request = LockRequest(locks, "call", choices_of(locks))
+    request = LockRequest(locks, "call", get_choices(locks))
     try:
         _enter(request)
         for lock in locks:
@@ -159,7 +159,7 @@ def use_choices(choices: Mapping[StateLock, Choice]) -> Iterator[None]:
             _chosen.set(before if now is own or now is before else NO_CHOICE)
 
 
-def choices_of(locks: tuple[StateLock, ...]) -> Mapping[StateLock, Choice]:
+def get_choices(locks: tuple[StateLock, ...]) -> Mapping[StateLock, Choice]:
     """Return the choices that a call takes here, by state."""
     chosen = _chosen.get()
     return {lock: chosen[lock] for lock in locks if lock in chosen} if chosen else NO_CHOICE
@@ -216,7 +216,7 @@ def write_lock(locks: tuple[StateLock, ...]) -> Iterator[None]:
         _leave(request)
 
 
-def holds_lock(locks: tuple[StateLock, ...]) -> bool:
+def has_lock(locks: tuple[StateLock, ...]) -> bool:
     """Return whether this thread is in a call, hold or change of one of these states."""
     return bool(_own(LockRequest(locks, "hold")))
 
@@ -227,7 +227,7 @@ def with_read_lock(function: F) -> F:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         modules = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
-        with read_lock(tuple(locks for module in modules for locks in locks_of(module)), reads=True):
+        with read_lock(tuple(locks for module in modules for locks in get_locks(module)), reads=True):
             return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]

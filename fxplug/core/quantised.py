@@ -47,7 +47,7 @@ def is_quantised(module: nn.Module) -> bool:
     return any(is_packed(parameter) for parameter in module._parameters.values())
 
 
-def plain(tensor: Tensor) -> list[Tensor]:
+def get_plain_tensors(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors with the values of a packed one; another tensor itself."""
     if not is_packed(tensor):
         return [tensor]
@@ -70,7 +70,7 @@ def is_transposed(layer: nn.Module) -> bool:
     return weight is not None and tuple(weight.shape) == (getattr(layer, "nx", None), getattr(layer, "nf", None))
 
 
-def weight_shape(layer: nn.Module, weight: Tensor) -> tuple[int, ...]:
+def get_weight_shape(layer: nn.Module, weight: Tensor) -> tuple[int, ...]:
     """Return the shape of a layer's weight in its product, (out, in) for a linear layer, however it is stored."""
     shape = tuple(weight.shape[::-1] if is_transposed(layer) else weight.shape)
     return (layer.out_features, layer.in_features) if is_own_layer(layer) else shape  # type: ignore[return-value]
@@ -79,11 +79,11 @@ def weight_shape(layer: nn.Module, weight: Tensor) -> tuple[int, ...]:
 def count_parameters(root: nn.Module) -> tuple[int, int]:
     """Return the numbers of trainable and of all parameters of a module; a packed layer counts the numbers of its weight."""
     owners = {id(p): (module, p) for module in root.modules() for p in module._parameters.values() if p is not None}
-    counts = [(p, math.prod(weight_shape(owner, p)) if is_packed(p) else p.numel()) for owner, p in owners.values()]
+    counts = [(p, math.prod(get_weight_shape(owner, p)) if is_packed(p) else p.numel()) for owner, p in owners.values()]
     return sum(n for p, n in counts if p.requires_grad), sum(n for _, n in counts)
 
 
-def result_like(layer: Any, x: Tensor) -> Tensor:
+def make_result_like(layer: Any, x: Tensor) -> Tensor:
     """Return the result of a layer of bitsandbytes for x, (..., in) to (..., out), on tensors without values."""
     return F.linear(x, x.new_empty((layer.out_features, layer.in_features))).to(x.dtype)
 
@@ -98,7 +98,7 @@ class WithoutValues(nn.Module):
         self.training = layer.training
 
     def forward(self, x: Tensor) -> Tensor:
-        return result_like(self, x)
+        return make_result_like(self, x)
 
 
 def check_ready(model: nn.Module, whole: Collection[str]) -> None:
@@ -126,7 +126,7 @@ def check_ready(model: nn.Module, whole: Collection[str]) -> None:
 
 
 @contextlib.contextmanager
-def unpacked(model: nn.Module) -> Iterator[None]:
+def keep_unpacked(model: nn.Module) -> Iterator[None]:
     """Keep bitsandbytes from packing a model's weights for evaluation on this processor, inside the context."""
     layers = [m for m in model.modules() if is_own_layer(m) and vars(m).get(PACKS)]
     before = [vars(m)[PACKS] for m in layers]
@@ -139,7 +139,7 @@ def unpacked(model: nn.Module) -> Iterator[None]:
             vars(layer)[PACKS] = value
 
 
-def settle(layer: Any) -> None:
+def disable_packing(layer: Any) -> None:
     """Disable packing for the copy of a layer in a graph, also if the original layer is packed.
 
     Its packed form has no gradient, and differs from that in training. The values are shared.
@@ -163,7 +163,7 @@ def unwrap_layer(layer: nn.Module) -> nn.Module:
     return plain
 
 
-def rebuilding(layer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def get_arguments(layer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return constructor arguments for a layer of bitsandbytes, and attributes to set afterwards; the rest comes with its
     weight."""
     arguments = {"input_features": layer.in_features, "output_features": layer.out_features, "bias": layer.bias is not None}
@@ -177,7 +177,7 @@ def rebuilding(layer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return {**arguments, **facts}, kept
 
 
-def described(module: nn.Module) -> str:
+def describe_layer(module: nn.Module) -> str:
     """Describe a quantised layer for messages: its class, or that of its weight, and the library."""
     kept = next((p for p in module._parameters.values() if is_packed(p)), None)
     made: Any = module if is_own_layer(module) else kept
@@ -185,7 +185,7 @@ def described(module: nn.Module) -> str:
     return f"{name} of {library(made)}"
 
 
-def why_not(root: nn.Module, path: str) -> str:
+def explain_fixed(root: nn.Module, path: str) -> str:
     """Return why the weight at a path cannot be changed, "" if the module there is not quantised."""
     try:
         module = root.get_submodule(path.partition("@")[0])
@@ -193,7 +193,7 @@ def why_not(root: nn.Module, path: str) -> str:
         return ""
     if not is_quantised(module):
         return ""
-    return f"the layer is quantised ({described(module)}), so nothing can be added to its packed weight"
+    return f"the layer is quantised ({describe_layer(module)}), so nothing can be added to its packed weight"
 
 
 def cut_gradient(root: nn.Module) -> str:

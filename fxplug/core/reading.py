@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import DEFAULT, ArtifactError, FxplugError, Limits, did_you_mean, shown
+from .errors import DEFAULT, ArtifactError, FxplugError, Limits, did_you_mean, quote
 
 PARSING, TRIES = threading.Lock(), 20
 Raises = Callable[[str], FxplugError]  # a finding about a file, such as "is a folder", as the error that tells it
@@ -54,25 +54,25 @@ BEGINNINGS = {
 }
 
 
-def about(path: str | os.PathLike[str], kind: Raises = ArtifactError) -> Raises:
+def make_reporter(path: str | os.PathLike[str], kind: Raises = ArtifactError) -> Raises:
     """Return a function that makes an error of a kind from a finding about a file: `ink.safetensors is a folder`."""
     return lambda finding: kind(f"{path} {finding}")
 
 
-def reason(error: OSError) -> str:
+def get_reason(error: OSError) -> str:
     """Return a system error's reason as text."""
     return REASONS.get(error.errno or 0) or (error.strerror or type(error).__name__).lower()
 
 
 @contextmanager
-def reported(raises: Raises, what: str = "cannot be read") -> Iterator[None]:
+def report_errors(raises: Raises, what: str = "cannot be read") -> Iterator[None]:
     """Raise system errors as `raises` makes them; `what` describes the operation."""
     try:
         yield
     except FxplugError:
         raise
     except OSError as error:
-        raise raises(f"{what}: {reason(error)}") from None
+        raise raises(f"{what}: {get_reason(error)}") from None
     except (ValueError, UnicodeError) as error:
         if "null byte" not in str(error) and not isinstance(error, UnicodeError):
             raise
@@ -80,7 +80,7 @@ def reported(raises: Raises, what: str = "cannot be read") -> Iterator[None]:
 
 
 @contextmanager
-def opened(
+def open_regular_file(
     path: str | os.PathLike[str],
     limit: int | None = None,
     raises: Raises | None = None,
@@ -93,12 +93,12 @@ def opened(
     pipe is not waited for, a device not touched; without `links` neither is a link), cannot be read, or changes before the end
     of the block.
     """
-    raises = raises or about(path)
-    with reported(raises):
+    raises = raises or make_reporter(path)
+    with report_errors(raises):
         try:
             before = os.stat(path, follow_symlinks=links)
         except FileNotFoundError:
-            raise raises(missing(Path(path))) from None
+            raise raises(explain_missing(Path(path))) from None
         _check_kind(before, raises)
         # between the two looks a pipe may have come there: opening one does not wait then
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -119,33 +119,33 @@ def _check_kind(found: os.stat_result, raises: Raises) -> None:
         raise raises(f"cannot be read: it is {KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}, not a file")
 
 
-def missing(path: Path) -> str:
+def explain_missing(path: Path) -> str:
     """Return why there is no file: `no such file` with the nearest name in that folder, or `no such folder`."""
     if os.path.islink(path):
-        return f"is a broken link to {shown(os.readlink(path))}"
+        return f"is a broken link to {quote(os.readlink(path))}"
     if not os.path.isdir(path.parent):
-        return f"does not exist: no such folder {shown(str(path.parent), 200)}"
-    with reported(about(path.parent)):
+        return f"does not exist: no such folder {quote(str(path.parent), 200)}"
+    with report_errors(make_reporter(path.parent)):
         return "does not exist: no such file" + did_you_mean(path.name, os.listdir(path.parent))
 
 
-def size_of(file: BinaryIO) -> int:
+def get_size(file: BinaryIO) -> int:
     """Return the size of an opened file in bytes."""
     return os.fstat(file.fileno()).st_size
 
 
 def read_bytes(path: str | os.PathLike[str], limit: int, raises: Raises | None = None) -> bytes:
-    """Read the bytes of a file, with the checks of `opened`."""
-    with opened(path, limit, raises) as file:
+    """Read the bytes of a file, with the checks of `open_regular_file`."""
+    with open_regular_file(path, limit, raises) as file:
         data = file.read(limit + 1)
-        if len(data) != size_of(file):
-            raise (raises or about(path))("changed while it was read")
+        if len(data) != get_size(file):
+            raise (raises or make_reporter(path))("changed while it was read")
         return data
 
 
-def text(path: str | os.PathLike[str], limit: int, raises: Raises | None = None) -> str:
+def read_text(path: str | os.PathLike[str], limit: int, raises: Raises | None = None) -> str:
     """Read the UTF-8 text of a file, without a byte order mark."""
-    raises = raises or about(path)
+    raises = raises or make_reporter(path)
     data = read_bytes(path, limit, raises)
     try:
         return data.decode("utf-8-sig")
@@ -155,7 +155,7 @@ def text(path: str | os.PathLike[str], limit: int, raises: Raises | None = None)
         raise raises(f"cannot be read: not UTF-8 text{hint}") from None
 
 
-def begins(start: bytes) -> str:
+def guess_kind(start: bytes) -> str:
     """Return the kind of a file that is often given instead of weights, from its first bytes; else ""."""
     low = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if what := next((what for mark, what in BEGINNINGS.items() if low.startswith(mark)), ""):
@@ -176,9 +176,9 @@ def open_archive(file: BinaryIO, raises: Raises) -> zipfile.ZipFile:
     try:
         archive = zipfile.ZipFile(file)
     except Exception as error:  # zipfile tells of a damaged directory by many kinds
-        raise raises(f"is damaged, or not a zip archive: {shown(str(error), 200)[1:-1]}") from None
+        raise raises(f"is damaged, or not a zip archive: {quote(str(error), 200)[1:-1]}") from None
     members = archive.infolist()
-    if any(each.compress_type or each.flag_bits & 1 for each in members) or sum(e.file_size for e in members) > size_of(file):
+    if any(each.compress_type or each.flag_bits & 1 for each in members) or sum(e.file_size for e in members) > get_size(file):
         raise raises("has compressed or encrypted members, which torch never writes")
     if len(archive.NameToInfo) != len(members):
         raise raises("has the same name twice")
@@ -189,12 +189,12 @@ def read_member(archive: zipfile.ZipFile, name: str, raises: Raises, limit: int 
     """Read the bytes of a member, at most `limit` of them. Raises what `raises` makes for one that is not as it was written."""
     size = archive.getinfo(name).file_size
     if limit is not None and size > limit:
-        raise raises(f"has {size} bytes in {shown(name)}; the limit is {limit}; fxplug.Limits can raise it")
+        raise raises(f"has {size} bytes in {quote(name)}; the limit is {limit}; fxplug.Limits can raise it")
     try:
         return archive.read(name)
     except Exception as error:  # zipfile tells of damage by many kinds
         raise raises(
-            f"is damaged: {shown(name, 200)} has changed since it was written: {shown(str(error), 200)[1:-1]}"
+            f"is damaged: {quote(name, 200)} has changed since it was written: {quote(str(error), 200)[1:-1]}"
         ) from None
 
 
@@ -235,7 +235,7 @@ def parse_json(data: bytes | str, raises: Raises, limits: Limits = DEFAULT) -> A
         if len(found) != len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise raises(f"has the key {shown(twice)} twice in one object")
+            raise raises(f"has the key {quote(twice)} twice in one object")
         return found
 
     def refuse(constant: str) -> Any:
@@ -246,14 +246,14 @@ def parse_json(data: bytes | str, raises: Raises, limits: Limits = DEFAULT) -> A
     except UnicodeDecodeError as error:
         raise raises(f"is not JSON: not UTF-8 text (byte {error.start})") from None
     except (ValueError, RecursionError) as error:
-        if (what := begins(raw[:64])) and not what.startswith(("JSON", "text")):
+        if (what := guess_kind(raw[:64])) and not what.startswith(("JSON", "text")):
             raise raises(f"is not JSON: it is {what}") from None
-        raise raises(f"is not JSON: {shown(str(error), 200)[1:-1] or type(error).__name__}") from None
+        raise raises(f"is not JSON: {quote(str(error), 200)[1:-1] or type(error).__name__}") from None
 
 
 def read_json(path: str | os.PathLike[str], raises: Raises | None = None, limits: Limits = DEFAULT) -> Any:
     """Read the value of a JSON file, within `limits`."""
-    raises = raises or about(path)
+    raises = raises or make_reporter(path)
     return parse_json(read_bytes(path, limits.json, raises), raises, limits)
 
 
@@ -264,13 +264,13 @@ def check_format(manifest: Any, newest: int, raises: Raises) -> None:
     """
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if type(version) is not int or version < 1:
-        raise raises(f"cannot be read: its manifest has the format {shown(version)}, which is not a version")
+        raise raises(f"cannot be read: its manifest has the format {quote(version)}, which is not a version")
     if version > newest:
-        writer = f", written by fxplug {shown(str(manifest['fxplug']))[1:-1]}" if "fxplug" in manifest else ""
-        raise raises(f"has format {shown(version)}{writer}; this version reads up to {newest}: update fxplug")
+        writer = f", written by fxplug {quote(str(manifest['fxplug']))[1:-1]}" if "fxplug" in manifest else ""
+        raise raises(f"has format {quote(version)}{writer}; this version reads up to {newest}: update fxplug")
 
 
-def syntax_tree(text: str, mode: str = "exec") -> Any:
+def parse_python(text: str, mode: str = "exec") -> Any:
     """Return Python's syntax tree of a text. Raises SyntaxError.
 
     CPython 3.11 counts the depth for all threads together, and fails if two of them parse at once.

@@ -14,25 +14,25 @@ from torch import fx, nn
 
 from . import extensions
 from .artifacts.artifact import check_savable
-from .capture.fake_tensors import quiet
-from .errors import ArtifactError, VerifyError, brief_fields, outline
-from .ir.containers import call_of, leaves, map_leaves, named_tensors, parameters
+from .capture.fake_tensors import silence_torch
+from .errors import ArtifactError, VerifyError, cut_lines, format_fields
+from .ir.containers import count_pass_parameters, list_leaves, list_tensors, make_call, map_leaves
 from .ir.graph import Graph, copy_graph, replace
 from .ir.ops import TO_DENSE, other_kind
 from .ir.traced_module import TracedModule, strip_to_container
-from .quantised import cut_gradient, described
+from .quantised import cut_gradient, describe_layer
 from .rewriter import neutrality
 from .rewriter.neutrality import restore_buffers
 from .rewriter.probe import (
     GraphRun,
     Unchecked,
-    empty,
+    bind_placeholders,
     find_gradient_cut,
-    leaves_with_gradient,
+    find_gradient_leaves,
     locate_error,
-    on_meta,
-    placeholder_values,
-    swapped,
+    make_empty,
+    make_meta,
+    swap_weights,
 )
 from .torch_internals.tensors import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode, version
 
@@ -49,7 +49,7 @@ class Check:
     detail: str
     seconds: float
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Report:
     checks: list[Check] = field(default_factory=list)
     summary: str = ""
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     @property
     def ok(self) -> bool:
@@ -67,7 +67,7 @@ class Report:
         return not any(c.status == "failed" for c in self.checks)
 
     def __str__(self) -> str:
-        return outline(self.listing)
+        return cut_lines(self.listing)
 
     @property
     def listing(self) -> str:
@@ -139,8 +139,8 @@ def verify(
     Raises:
         VerifyError: Something does not hold; the error has the report as its `report`.
     """
-    call = call_of(args, kwargs)
-    report = Report(summary=parameters(new))
+    call = make_call(args, kwargs)
+    report = Report(summary=count_pass_parameters(new))
     old = {entry["name"] for entry in gm.meta.get("passes", [])}
     entries = [entry for entry in new.meta.get("passes", []) if entry["name"] not in old]
     written: set[str] = set()
@@ -160,7 +160,8 @@ def verify(
             _run(tests, report, known)
         restore()
         if report.ok:
-            more = [(name, partial(extensions.import_part("checks", name), subject)) for name in extensions.parts("checks")]
+            names = extensions.list_parts("checks")
+            more = [(name, partial(extensions.import_part("checks", name), subject)) for name in names]
             _run(more, report, known)
     if not report.ok:
         failed = [c.detail for c in report.checks if c.status == "failed"]
@@ -200,7 +201,7 @@ def _lint(new: TracedModule) -> str:
 
 
 def _base_untouched(gm: TracedModule, new: TracedModule, entries: list[dict[str, Any]]) -> str:
-    base, ours = dict(named_tensors(gm)), dict(named_tensors(new))
+    base, ours = dict(list_tensors(gm)), dict(list_tensors(new))
     for name, tensor in base.items():
         if ours.get(name) is not tensor:
             raise VerifyError(f"the base weight '{name}' was replaced by another tensor")
@@ -224,19 +225,19 @@ def _shapes_and_gradients(
     prefixes = tuple(f"{entry['name']}." for entry in entries)
     wanted = [n for n, p in new.named_parameters() if n.startswith(prefixes) and p.is_floating_point()] if prefixes else []
     reached: set[str] = set()
-    if kind := next((kind for t in leaves(call) if isinstance(t, torch.Tensor) and (kind := other_kind(t))), ""):
+    if kind := next((kind for t in list_leaves(call) if isinstance(t, torch.Tensor) and (kind := other_kind(t))), ""):
         raise VerifyError(f"an example input is a {kind} tensor, which a graph cannot take: {TO_DENSE}")
     if any(n.op == "call_method" and n.target in ("item", "tolist") for graph in new.graphs.values() for n in graph.nodes):
         raise Unchecked("the model reads values from its data, which fake tensors do not have")
     for graph in new.graphs.values():
         needed = any(name not in reached for name in wanted)  # one mode that trains a parameter is enough
-        with FakeTensorMode(allow_non_fake_inputs=True), swapped(new, empty) as fakes, torch.set_grad_enabled(needed):
-            inputs = map_leaves(call, lambda t, _: empty(t))
+        with FakeTensorMode(allow_non_fake_inputs=True), swap_weights(new, make_empty) as fakes, torch.set_grad_enabled(needed):
+            inputs = map_leaves(call, lambda t, _: make_empty(t))
             for name in wanted:
                 fakes[name].requires_grad_()
-            run = GraphRun(new, graph, placeholder_values(graph, inputs))
+            run = GraphRun(new, graph, bind_placeholders(graph, inputs))
             try:
-                with quiet():
+                with silence_torch():
                     out = run.finish()
             except VerifyError:
                 raise
@@ -246,15 +247,15 @@ def _shapes_and_gradients(
                 raise locate_error(run, error) from error
             results.append(out)
             written |= {name for name, t in fakes.items() if version(t)}
-            written |= {neutrality.INPUTS for t in leaves(inputs) if isinstance(t, torch.Tensor) and version(t)}
-            leaf = leaves_with_gradient(out)
+            written |= {neutrality.INPUTS for t in list_leaves(inputs) if isinstance(t, torch.Tensor) and version(t)}
+            leaf = find_gradient_leaves(out)
             reached |= {name for name in wanted if id(fakes[name]) in leaf}
     trained = [entry["name"] for entry in entries if entry["train"] and not entry["slots"] and entry["sites"]]
     if wanted and trained and (path := cut_gradient(new)):
         layer = new.get_submodule(path)
         raise VerifyError(
-            f"no gradient passes through '{path}' ({described(layer)}), because its library computes none, so the blocks of "
-            f"{trained[0]} before it cannot be trained; set `train: false` to use the pass without training"
+            f"no gradient passes through '{path}' ({describe_layer(layer)}), because its library computes none, so the blocks "
+            f"of {trained[0]} before it cannot be trained; set `train: false` to use the pass without training"
         )
     lost = [name for name in wanted if name not in reached]
     if lost:
@@ -310,7 +311,8 @@ def _neutral(
 
 def need_values(new: TracedModule, call: Any) -> None:
     """Raises Unchecked for a module or inputs on the meta device."""
-    if any(t.is_meta for _, t in named_tensors(new)) or any(isinstance(t, torch.Tensor) and t.is_meta for t in leaves(call)):
+    tensors = [*(t for _, t in list_tensors(new)), *list_leaves(call)]
+    if any(isinstance(t, torch.Tensor) and t.is_meta for t in tensors):
         raise Unchecked("weights or inputs are on the meta device and have no values")
 
 
@@ -358,10 +360,10 @@ def _capture(module: TracedModule, mode: bool, graph: Graph, call: Any) -> str |
         return graph.forward
 
     tree = strip_to_container(module)
-    with swapped(tree, on_meta):
+    with swap_weights(tree, make_meta):
         tree.train(mode)
         copy = TracedModule(tree, {mode: graph})
-        inputs = map_leaves(call, lambda t, _: on_meta(t))
+        inputs = map_leaves(call, lambda t, _: make_meta(t))
         try:
             with torch.no_grad():
                 torch.compile(copy, backend=backend, fullgraph=True)(*inputs[0], **inputs[1])

@@ -27,8 +27,8 @@ from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 
-from .errors import DEFAULT, FxplugError, Limits, shown
-from .reading import Raises, about, begins, open_archive, opened, parse_json, size_of
+from .errors import DEFAULT, FxplugError, Limits, quote
+from .reading import Raises, get_size, guess_kind, make_reporter, open_archive, open_regular_file, parse_json
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -84,8 +84,8 @@ def read(
     makes (an ArtifactError that names the path) for a file that cannot be read, is damaged or something else, or is beyond
     `limits`.
     """
-    raises = raises or about(path)
-    with opened(path, raises=raises) as file:
+    raises = raises or make_reporter(path)
+    with open_regular_file(path, raises=raises) as file:
         start = file.read(64)
         suffix = str(path).rpartition(".")[2].lower()
         sized = start[8:9] == b"{" and not any(start[4:8])  # behind the length of a header, whose first byte may be any
@@ -97,16 +97,16 @@ def read(
             return _load_saved(file, path, raises, most), {}
         if not start:
             raise raises("cannot be read: it is empty")
-        if what := "" if sized else begins(start):
+        if what := "" if sized else guess_kind(start):
             raise raises(f"cannot be read: it is {what}")
         if suffix != "safetensors" and start[8:9] != b"{":
             raise raises("cannot be read: it is neither a safetensors file nor a file of torch.save")
-        head = header(file, raises, limits)
-        found = dict(tensors(file, head, raises, most=most))
+        head = read_header(file, raises, limits)
+        found = dict(read_tensors(file, head, raises, most=most))
         return {name: found[name] for name in head.records}, dict(head.about)
 
 
-def header(file: BinaryIO, raises: Raises, limits: Limits = DEFAULT) -> Header:
+def read_header(file: BinaryIO, raises: Raises, limits: Limits = DEFAULT) -> Header:
     """Read and check the header of a safetensors file: each byte after it belongs to exactly one tensor, of matching shape.
 
     The file is positioned at the first tensor's bytes.
@@ -133,7 +133,7 @@ def header(file: BinaryIO, raises: Raises, limits: Limits = DEFAULT) -> Header:
     head = Header(records, said, start)
     for name, record in head.in_file():
         if record.offset != at:
-            raise raises(f"is damaged: the bytes of {shown(name)} do not start where those before it end")
+            raise raises(f"is damaged: the bytes of {quote(name)} do not start where those before it end")
         at += record.size
     if at != total:
         what = "truncated" if at > total else "longer than its tensors"
@@ -141,7 +141,7 @@ def header(file: BinaryIO, raises: Raises, limits: Limits = DEFAULT) -> Header:
     return head
 
 
-def tensors(
+def read_tensors(
     file: BinaryIO, head: Header, raises: Raises, seen: Callable[[memoryview], object] = len, most: float = math.inf
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a safetensors file with the header `head`, in the order of their bytes, on the CPU, in their own
@@ -173,18 +173,18 @@ def _record(name: str, entry: Any, start: int, raises: Raises, limits: Limits) -
     if len(name) > limits.text:
         raise raises(f"has a name of {len(name)} characters; the limit is {limits.text}; fxplug.Limits can raise it")
     if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise raises(f"is damaged: the header of {shown(name)} must have dtype, shape and data_offsets only")
+        raise raises(f"is damaged: the header of {quote(name)} must have dtype, shape and data_offsets only")
     dtype = DTYPES.get(entry["dtype"]) if type(entry["dtype"]) is str else None
     if dtype is None:
-        raise raises(f"has {shown(name)} of dtype {shown(entry['dtype'])}, which is not supported")
+        raise raises(f"has {quote(name)} of dtype {quote(entry['dtype'])}, which is not supported")
     shape, offsets = entry["shape"], entry["data_offsets"]
     numbers = [shape, offsets] if type(shape) is type(offsets) is list and len(shape) <= 64 and len(offsets) == 2 else [[-1]]
     if not all(type(n) is int and 0 <= n < 1 << 62 for list_ in numbers for n in list_):
-        raise raises(f"is damaged: the shape or the data_offsets of {shown(name)} are not valid")
+        raise raises(f"is damaged: the shape or the data_offsets of {quote(name)} are not valid")
     size = math.prod(shape) * dtype.itemsize
     if math.prod(max(n, 1) for n in shape) >= 1 << 62 or size != offsets[1] - offsets[0]:
         took = offsets[1] - offsets[0]
-        raise raises(f"is damaged: {shown(name)} has {took} bytes, which do not fit its shape {shown(shape)}")
+        raise raises(f"is damaged: {quote(name)} has {took} bytes, which do not fit its shape {quote(shape)}")
     return TensorEntry(dtype, tuple(shape), start + offsets[0], size)
 
 
@@ -202,7 +202,7 @@ def _load_saved(file: BinaryIO, path: str | PathLike[str], raises: Raises, most:
     if archive:
         names = open_archive(file, raises).namelist()  # torch inflates without a bound, and maps compressed bytes as weights
         if not any(name.endswith("/data.pkl") for name in names):
-            found = shown(", ".join(names[:6]), 200)
+            found = quote(", ".join(names[:6]), 200)
             raise raises(f"is a zip archive without a 'data.pkl', so not a file of torch.save; it has {found}")
     elif file.read(len(SAVED)) != SAVED:
         raise raises("is a file of pickle.dump, which is not read: save it with torch.save, or as .safetensors")
@@ -211,12 +211,12 @@ def _load_saved(file: BinaryIO, path: str | PathLike[str], raises: Raises, most:
     try:
         with _one_error(raises, "cannot be read: it is truncated or damaged"):
             value = torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
-            return _plain_value(value, raises, most, 2 * size_of(file) + (16 << 20))
+            return _plain_value(value, raises, most, 2 * get_size(file) + (16 << 20))
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         if named is None:
             raise raises(f"is damaged, or its pickle contains objects other than tensors: {_first_line(error)}") from None
-        raise raises(f"is refused, its pickle contains objects other than tensors: it names {shown(named[1])}") from None
+        raise raises(f"is refused, its pickle contains objects other than tensors: it names {quote(named[1])}") from None
 
 
 @contextlib.contextmanager
@@ -232,7 +232,7 @@ def _one_error(raises: Raises, finding: str) -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     text = str(error).rpartition("Unpickler error: ")[2].strip()
-    return shown((text.splitlines() or [type(error).__name__])[0], 200)[1:-1]
+    return quote((text.splitlines() or [type(error).__name__])[0], 200)[1:-1]
 
 
 def _plain_value(value: Any, raises: Raises, most: float, room: int) -> Any:
@@ -271,7 +271,7 @@ def _plain_value(value: Any, raises: Raises, most: float, room: int) -> Any:
 # --- ONNX
 
 
-def onnx_model(data: bytes, raises: Raises) -> Any:
+def parse_onnx(data: bytes, raises: Raises) -> Any:
     """Return the `onnx.ModelProto` of a file's bytes. Raises what `raises` makes for other bytes, and without the package
     onnx."""
     try:
@@ -281,26 +281,26 @@ def onnx_model(data: bytes, raises: Raises) -> Any:
     try:
         return onnx.load_model_from_string(data)
     except Exception:  # protobuf's
-        what = begins(data[:64])
+        what = guess_kind(data[:64])
         it = what if what and not what.startswith("an ONNX") else "not an ONNX file, or truncated"
         raise raises(f"cannot be read: it is {it}") from None
 
 
-def onnx_tensor(proto: Any, raises: Raises, beside: tuple[str, BinaryIO] | None = None) -> Tensor:
+def read_onnx_tensor(proto: Any, raises: Raises, beside: tuple[str, BinaryIO] | None = None) -> Tensor:
     """Return the value of an `onnx.TensorProto`, in its own memory; its data may lie in the file `beside` (name, opened).
 
     onnx itself opens whatever file a model names. Raises what `raises` makes for another one, and for malformed tensors.
     """
     from onnx import numpy_helper
 
-    with _one_error(raises, f"cannot be read: {shown(proto.name)} has a dtype, a shape or data that is not supported"):
+    with _one_error(raises, f"cannot be read: {quote(proto.name)} has a dtype, a shape or data that is not supported"):
         dtype = ONNX_DTYPES[proto.data_type]
         if proto.data_location == proto.EXTERNAL:
             place = {entry.key: entry.value for entry in proto.external_data}
             if beside is None:
                 raise raises("has its weights in another file: save it as one file, without external data")
             if place.get("location") != beside[0]:
-                raise raises(f"cannot be read: the offsets of {shown(proto.name)} point to no weights in it")
+                raise raises(f"cannot be read: the offsets of {quote(proto.name)} point to no weights in it")
             beside[1].seek(int(place["offset"]))
             proto.raw_data, proto.data_location = beside[1].read(int(place["length"])), proto.DEFAULT
         array = numpy_helper.to_array(proto)
@@ -314,13 +314,13 @@ def read_onnx(path: Path, raises: Raises, *, meta: bool = False) -> dict[str, Te
     The exporter renames a transposed weight `onnx::MatMul_7`: its name is taken from the node that uses it,
     `/blocks.0/mlp/fc1/MatMul`, and it is transposed back: `blocks.0.mlp.fc1.weight`.
     """
-    with opened(path, raises=raises) as file, _one_error(raises, "cannot be read: it is a damaged ONNX file"):
-        graph = onnx_model(file.read(), raises).graph
+    with open_regular_file(path, raises=raises) as file, _one_error(raises, "cannot be read: it is a damaged ONNX file"):
+        graph = parse_onnx(file.read(), raises).graph
         tensors: dict[str, Tensor] = {}
         for proto in graph.initializer:
             if proto.name in tensors:
-                raise raises(f"cannot be read: it has {shown(proto.name)} twice")
-            tensor = onnx_tensor(proto, raises)
+                raise raises(f"cannot be read: it has {quote(proto.name)} twice")
+            tensor = read_onnx_tensor(proto, raises)
             tensors[proto.name] = tensor.to("meta") if meta else tensor
         if not tensors:
             raise raises("cannot be read: it is not an ONNX file, or one without weights")
@@ -335,7 +335,7 @@ def read_onnx(path: Path, raises: Raises, *, meta: bool = False) -> dict[str, Te
 # --- written
 
 
-def scale_of_weights(names: Iterable[str]) -> str:
+def find_scale(names: Iterable[str]) -> str:
     """Return the first name that is the scale of a quantised weight; "" if there is none."""
     return min((name for name in names if name.endswith(SCALES)), default="")
 

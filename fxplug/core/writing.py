@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NoReturn, cast
 
-from .reading import KINDS, Raises, about, reported
+from .reading import KINDS, Raises, make_reporter, report_errors
 
 try:
     import fcntl
@@ -30,7 +30,7 @@ except ImportError:  # Windows: nothing says there whether a folder is in use, s
 
 
 @contextlib.contextmanager
-def new_file(
+def replace_file(
     target: Path, raises: Raises | None = None, put: Callable[[Path, Path], None] | None = None
 ) -> Iterator[Path]:
     """The name of a file to write beside the target, which takes its place then: a reader sees the old or the whole new one.
@@ -44,9 +44,9 @@ def new_file(
             target = Path(os.path.realpath(target))
             if target.exists() and not target.is_file():
                 kind = KINDS.get(stat.S_IFMT(target.stat().st_mode), "something else")
-                raise (raises or about(target))(f"is {kind}, which is not overwritten by a file: give another path")
+                raise (raises or make_reporter(target))(f"is {kind}, which is not overwritten by a file: give another path")
             target.parent.mkdir(parents=True, exist_ok=True)
-            work = stack.enter_context(folder(f".{target.name[:80]}.writing-", target.parent))
+            work = stack.enter_context(open_temporary_folder(f".{target.name[:80]}.writing-", target.parent))
         name = work / target.name
         yield name
         with _unwritten(raises):
@@ -56,44 +56,44 @@ def new_file(
 
 def write_text(target: Path, text: str, raises: Raises) -> None:
     """Write a file whole, or leave it as it was. Raises what `raises` makes where it cannot be written."""
-    with reported(raises, "cannot be written"), new_file(target, raises) as file:
+    with report_errors(raises, "cannot be written"), replace_file(target, raises) as file:
         file.write_text(text, "utf-8")
 
 
 @contextlib.contextmanager
-def new_folder(
+def replace_folder(
     target: Path, raises: Raises | None = None, own: Callable[[Path], Collection[str]] | None = None
 ) -> Iterator[Path]:
     """A folder to write files into, which takes the name of the target at the end; nothing changes when the writing fails.
 
     An empty folder may stand there, or any where `own` is given: `own(folder)` gives the names in it that the new folder takes
-    the place of, and the others stay. Of several that replace one folder, the last one wins. Raises as `new_file`.
+    the place of, and the others stay. Of several that replace one folder, the last one wins. Raises as `replace_file`.
     """
     with contextlib.ExitStack() as stack:
         with _unwritten(raises):
             if own is None:
-                check_new(target, raises or about(target))
+                check_new(target, raises or make_reporter(target))
             target.parent.mkdir(parents=True, exist_ok=True)
             if own is not None:
-                with locked(target.parent):
+                with lock_folder(target.parent):
                     _restore(target)
-            made = stack.enter_context(folder(f".{target.name[:80]}.writing-", target.parent)) / "made"
+            made = stack.enter_context(open_temporary_folder(f".{target.name[:80]}.writing-", target.parent)) / "made"
             made.mkdir()
         yield made
         with _unwritten(raises):
             for path in made.iterdir():
                 _finish(path)
             _sync(made)
-            with locked(target.parent):
+            with lock_folder(target.parent):
                 if own is None:
-                    check_new(target, raises or about(target))  # what came meanwhile is not written over
+                    check_new(target, raises or make_reporter(target))  # what came meanwhile is not written over
                 elif target.is_dir():
                     _keep_others(target, made, own(target))
                 _swap(made, target)
 
 
 def _unwritten(raises: Raises | None) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if raises is None else reported(raises, "cannot be written")
+    return contextlib.nullcontext() if raises is None else report_errors(raises, "cannot be written")
 
 
 def check_new(target: Path, raises: Raises) -> None:
@@ -130,7 +130,7 @@ def _finish(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[int | None]:
+def lock_folder(path: Path) -> Iterator[int | None]:
     """Hold a folder against others who ask for it too, where the system can: on some network file systems it cannot.
 
     Yields the handle that locks it, None where it could not be locked.
@@ -144,14 +144,14 @@ def locked(path: Path) -> Iterator[int | None]:
 
 
 @contextlib.contextmanager
-def exclusive_folder(path: Path) -> Iterator[None]:
+def lock_current_folder(path: Path) -> Iterator[None]:
     """Let one process at a time read a folder, change what it read and replace the folder; others wait for their turn.
 
     The lock is that of the folder which stands there: who has waited while it was replaced takes the lock of the new one.
     """
     path = Path(os.path.realpath(path))
     while True:
-        with locked(path) as handle:
+        with lock_folder(path) as handle:
             if handle is None or _is_at(path, handle):
                 yield
                 return
@@ -226,7 +226,7 @@ def _exchange(a: Path, b: Path) -> bool:
     return bool(rename(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0)
 
 
-def recovered(target: Path) -> Path:
+def find_whole_folder(target: Path) -> Path:
     """The folder to read: the target, or the old one where a save ended while neither was in its place."""
     old = _old(target.absolute())
     return old if not target.exists() and old.is_dir() else target
@@ -260,9 +260,9 @@ class Folder:
 
 
 @contextlib.contextmanager
-def folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+def open_temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     """A `Folder` for as long as the block runs."""
-    with ended_by_exceptions():
+    with raise_on_sigterm():
         made = Folder(prefix, parent)
         try:
             yield made.path
@@ -271,7 +271,7 @@ def folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def ended_by_exceptions() -> Iterator[None]:
+def raise_on_sigterm() -> Iterator[None]:
     """SIGTERM ends the process by SystemExit in the block, so that what has to be cleaned up is.
 
     Nothing changes where a program has a handler of its own, or in other threads than the main one, which get no signals.

@@ -20,10 +20,10 @@ from torch.export import ExportedProgram
 
 from .. import __version__
 from ..core.errors import FxplugError
-from ..core.reading import open_archive, opened
-from ..core.torch_internals.exporting import compile_package, conditions_of, find_compiler, processor
-from ..core.torch_internals.tensors import OpOverload, name_of
-from ..core.writing import folder, open_new
+from ..core.reading import open_archive, open_regular_file
+from ..core.torch_internals.exporting import compile_package, find_compiler, get_processor, list_conditions
+from ..core.torch_internals.tensors import OpOverload, get_qualified_name
+from ..core.writing import open_new, open_temporary_folder
 from .blockers import Unfit, refusing
 from .call_signature import Json, describe
 from .machines import capabilities, needed
@@ -72,11 +72,11 @@ def write(
     `options` inductor's own, and `module` what was exported, against which the package is tried. Raises Unfit when a tensor
     that has to be live is not, and the errors of the trial.
     """
-    before = len(conditions_of(program))
+    before = len(list_conditions(program))
     with quiet(), torch.no_grad(), open_new(file) as sink, refusing():
         compile_package(program, sink, {**(options or {}), **LIVE})
     signature, notes = describe(program, parameters)  # of the sizes that are free still: the compiler fixes some
-    decided = conditions_of(program)[before:]
+    decided = list_conditions(program)[before:]
     with _compiled(file) as loader:
         constants, metadata = set(loader.get_constant_fqns()), dict(loader.get_metadata())
         state = _state(program)
@@ -88,7 +88,7 @@ def write(
                 "adapter would have no effect there: export the module that this one was lowered from, module.meta['source']"
             )
         # names of adapters and the like are part of the state, and no part of the program
-        march = (options or {}).get("cpp.march") or processor()  # for which processors, None or "native" for the one here
+        march = (options or {}).get("cpp.march") or get_processor()  # for which processors, None or "native" for the one here
         live = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         manifest = {
             "format": FORMAT,
@@ -123,7 +123,7 @@ def _compiled(file: str) -> Iterator[Any]:
     def unfit(finding: str) -> Unfit:
         return Unfit(f"AOTInductor did not write a package: {finding}; leave out the options that cause this")
 
-    with opened(file, raises=unfit) as handle, folder(TEMPORARY) as work:
+    with open_regular_file(file, raises=unfit) as handle, open_temporary_folder(TEMPORARY) as work:
         archive = open_archive(handle, unfit)
         unpack(archive, work, unfit)
         yield _loader(work, 1, -1)
@@ -153,7 +153,7 @@ def _operators(program: ExportedProgram) -> list[str]:
     """Return the operators of libraries other than torch that the program may call; Triton's kernels are in the package."""
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
     targets = {node.target for graph in graphs for node in graph.nodes if isinstance(node.target, OpOverload)}
-    called = {name_of(t) for t in targets if t.namespace not in ("aten", "prim", "prims")}
+    called = {get_qualified_name(t) for t in targets if t.namespace not in ("aten", "prim", "prims")}
     return sorted(name for name in called if not name.startswith("fxplug::triton_"))
 
 

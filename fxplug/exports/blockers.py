@@ -10,7 +10,7 @@ from torch import nn
 
 from ..core import quantised
 from ..core.errors import FxplugError
-from ..core.ir.containers import leaves
+from ..core.ir.containers import list_leaves
 from ..core.verifier import Subject, Unsupported
 
 PLAIN = (torch.Tensor, torch.SymInt, int, float, bool, str, type(None))  # what an exported program may give
@@ -46,9 +46,9 @@ def check_export(subject: Subject) -> str:
             raise Unsupported(f"'{node.name}' computes gradients inside the model, which torch.export does not support")
     if found := packed_layer(subject.new):
         raise Unsupported(found)
-    if any(isinstance(value, torch.Generator) for value in leaves(subject.call)):
+    if any(isinstance(value, torch.Generator) for value in list_leaves(subject.call)):
         raise Unsupported("one of the inputs is a random generator, which torch.export does not support")
-    odd = next((value for value in leaves(subject.results) if not isinstance(value, (*PLAIN, torch.Size))), None)
+    odd = next((value for value in list_leaves(subject.results) if not isinstance(value, (*PLAIN, torch.Size))), None)
     if odd is not None:
         it = f"{type(odd).__module__}.{type(odd).__qualname__}"
         raise Unsupported(f"the result contains a {it}, which torch.export does not support")
@@ -58,4 +58,6 @@ def check_export(subject: Subject) -> str:
 def packed_layer(module: nn.Module) -> str:
     """Describe the first layer with a packed weight in a clause; return "" if there is none."""
     own = next(((path, layer) for path, layer in module.named_modules() if quantised.is_own_layer(layer)), None)
-    return "" if own is None else f"'{own[0]}' is a {quantised.described(own[1])}, whose weight torch.export does not support"
+    if own is None:
+        return ""
+    return f"'{own[0]}' is a {quantised.describe_layer(own[1])}, whose weight torch.export does not support"

@@ -17,11 +17,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeI
 from torch.export import ExportedProgram
 
 from ..core.artifacts.value_json import TORCH_NAMES, decode, encode
-from ..core.errors import DEFAULT, ArtifactError, FxplugError, GuardError, Limits, shown
-from ..core.ir.containers import children, rebuilt
+from ..core.errors import DEFAULT, ArtifactError, FxplugError, GuardError, Limits, quote
+from ..core.ir.containers import list_members, rebuild
 from ..core.torch_internals import modules as pytree
-from ..core.torch_internals.exporting import guards_of
-from ..core.torch_internals.tensors import size_name
+from ..core.torch_internals.exporting import list_guards
+from ..core.torch_internals.tensors import get_size_name
 from .expressions import evaluate, parsed, readable
 
 Json = dict[str, Any]
@@ -58,7 +58,7 @@ def describe(program: ExportedProgram, parameters: Mapping[str, inspect.Paramete
     for i, (value, name) in enumerate(zip(flat, names, strict=True)):
         if isinstance(value, torch.Tensor):
             marks[i] = Placeholder("tensor", len(tensors))
-            sizes = [size if isinstance(size, int) else size_name(size) for size in nodes[str(name)].meta["val"].shape]
+            sizes = [size if isinstance(size, int) else get_size_name(size) for size in nodes[str(name)].meta["val"].shape]
             tensors.append({"dtype": str(value.dtype).removeprefix("torch."), "shape": sizes})
     some_args, some_kwargs = pytree.tree_unflatten(marks, spec)
     given = inspect.Signature(list(parameters.values())).bind(*some_args, **some_kwargs).arguments
@@ -99,7 +99,7 @@ def _result(program: ExportedProgram) -> Any:
 def _guards(program: ExportedProgram, arguments: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Return the guards that can be parsed again, tried on the example; and a note on each of the others."""
     guards, notes = [], []
-    for text in guards_of(program):
+    for text in list_guards(program):
         try:
             holds = bool(evaluate(parsed(text), arguments))
         except (FxplugError, ArithmeticError) as error:
@@ -119,7 +119,7 @@ def _squeezed(program: ExportedProgram, tensors: list[Json], where: Mapping[int,
         shape = node.args[0].meta["val"].shape
         dims = node.args[1] if len(node.args) > 1 else range(len(shape))
         for dim in [dims] if isinstance(dims, int) else dims:
-            name = None if isinstance(shape[dim], int) else size_name(shape[dim])
+            name = None if isinstance(shape[dim], int) else get_size_name(shape[dim])
             same = [(i, d) for i, tensor in enumerate(tensors) for d, size in enumerate(tensor["shape"]) if size == name]
             if name is not None and same:
                 head, bracket, rest = where[same[0][0]].partition("[")
@@ -133,7 +133,7 @@ def encoded(value: Any) -> Json:
         return {value.kind: value.content}
     if isinstance(value, PLAIN):
         return {"float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else {"is": encode(value)}
-    if (members := children(value)) is None:
+    if (members := list_members(value)) is None:
         return {"like": repr(value)}
     made = {key: encoded(member) for key, member in members}
     if isinstance(value, (list, tuple)):
@@ -191,7 +191,7 @@ class Signature:
                 raise ValueError(f"its parameters have {len(places)} tensors, and it describes {len(self.tensors)}")
             self.where = dict(places)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, FxplugError) as error:
-            what = f"{type(error).__name__}: {shown(str(error), 200)}"
+            what = f"{type(error).__name__}: {quote(str(error), 200)}"
             raise ArtifactError(f"the signature in the package cannot be read: {what}") from None
         self._seen: set[tuple[Any, ...]] = set()
 
@@ -237,7 +237,7 @@ class Signature:
                 holds = False
             if not holds:
                 raise GuardError(
-                    f"the {self.made} for inputs with {shown(readable(text), 400)[1:-1]}; "
+                    f"the {self.made} for inputs with {quote(readable(text), 400)[1:-1]}; "
                     f"these are {', '.join(f'{self.where[i]} {tuple(t.shape)}' for i, t in enumerate(flat))}"
                 )
         if len(self._seen) < SEEN:
@@ -293,14 +293,14 @@ def _decoded(data: Any, marks: tuple[str, ...]) -> Any:
         return made
     if kind == "like" and type(body) is str or kind in marks and type(body) is int and 0 <= body < LONGEST:
         return Placeholder(kind, body)
-    raise ValueError(f"{shown(data)} is not an encoded value")
+    raise ValueError(f"{quote(data)} is not an encoded value")
 
 
 def _places(value: Any, where: str) -> list[tuple[int, str]]:
     """Return the indices of a value's tensors, with the name of each: `more['scale']`."""
     if isinstance(value, Placeholder):
         return [(value.content, where)] if value.kind == "tensor" else []
-    return [place for key, member in children(value) or () for place in _places(member, f"{where}[{key!r}]")]
+    return [place for key, member in list_members(value) or () for place in _places(member, f"{where}[{key!r}]")]
 
 
 def _fill(wanted: Any, value: Any, where: str, flat: list[Any], made: str) -> None:
@@ -311,8 +311,8 @@ def _fill(wanted: Any, value: Any, where: str, flat: list[Any], made: str) -> No
             raise FxplugError(f"{where} must be a tensor, not {_short(value)}")
         flat[wanted.content] = value
         return
-    found = None if isinstance(value, torch.Tensor) else children(value)
-    inside, given = children(wanted), None if found is None else dict(found)
+    found = None if isinstance(value, torch.Tensor) else list_members(value)
+    inside, given = list_members(wanted), None if found is None else dict(found)
     if inside is None:
         like = isinstance(wanted, Placeholder)
         if not (repr(value) == wanted.content if like else type(value) is type(wanted) and value == wanted):
@@ -333,14 +333,14 @@ def _rebuild(tree: Any, flat: list[Any]) -> Any:
     if isinstance(tree, Placeholder):
         found = tree.content if tree.kind == "like" else flat[tree.content]
         return found.item() if tree.kind == "number" else found
-    members = children(tree)
-    return tree if members is None else rebuilt(tree, {key: _rebuild(member, flat) for key, member in members})
+    members = list_members(tree)
+    return tree if members is None else rebuild(tree, {key: _rebuild(member, flat) for key, member in members})
 
 
 def _text(value: Any) -> str:
     if isinstance(value, Placeholder):
         return str(value.content) if value.kind == "like" else f"a {value.kind}"
-    return repr(value) if children(value) is None else f"a {type(value).__name__}"
+    return repr(value) if list_members(value) is None else f"a {type(value).__name__}"
 
 
 def _short(value: Any) -> str:

@@ -11,17 +11,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..adapters.formats import part_of
-from ..adapters.layer_names import SWAPPED, first_names
+from ..adapters.formats import find_part
+from ..adapters.layer_names import SWAPPED, map_first_names
 from ..adapters.slots import Adapters
-from ..adapters.writing import about_of
-from ..core.errors import FxplugError, SpecError, brief_fields, did_you_mean, shown
+from ..adapters.writing import describe_model
+from ..core.errors import FxplugError, SpecError, did_you_mean, format_fields, quote
 from ..core.ir.traced_module import TracedModule
 from ..core.locks import with_read_lock
 from ..core.models.state_dict import in_diffusers_layout
-from ..core.reading import reported
+from ..core.reading import report_errors
 from ..core.weight_files import save_file, separate
-from ..core.writing import check_new, new_file, new_folder
+from ..core.writing import check_new, replace_file, replace_folder
 from ..lowerings.lowering import unlowered
 from ..lowerings.merging.fold import is_mark
 from ..lowerings.merging.fold import merge as fold
@@ -41,7 +41,7 @@ class WrittenCheckpoint:
     size: int
     passes: tuple[str, ...]
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     def __str__(self) -> str:
         merged = f", with {', '.join(self.passes)} merged" if self.passes else ""
@@ -91,8 +91,8 @@ def save_checkpoint(
     if first and to != "safetensors":
         raise FxplugError(f"first=True is only for a single file, and {to} has its own names: use to='safetensors'")
     if not isinstance(largest, int) or isinstance(largest, bool) or largest < 1:
-        raise FxplugError(f"the largest size of a file must be a whole number of bytes, not {shown(largest)}")
-    with reported(raises, "cannot be written"):
+        raise FxplugError(f"the largest size of a file must be a whole number of bytes, not {quote(largest)}")
+    with report_errors(raises, "cannot be written"):
         if to == "diffusers":
             check_new(target, raises)
         elif target.suffix != ".safetensors":
@@ -100,7 +100,7 @@ def save_checkpoint(
     if not isinstance(module, TracedModule):
         raise FxplugError(f"save_checkpoint takes a traced module, not a {type(module).__name__}")
     module = unlowered(module)
-    kind = next(iter(about_of(module).classes), "")
+    kind = next(iter(describe_model(module).classes), "")
     config = _diffusers_config(module, kind) if to == "diffusers" else None
     if to == "timm":
         import timm
@@ -113,14 +113,14 @@ def save_checkpoint(
         _check_keys(state, config[1], kind)
     if first:
         state = _first(module, state)
-    with reported(raises, "cannot be written"):
+    with report_errors(raises, "cannot be written"):
         if config is not None:
-            with new_folder(target, raises) as work:
+            with replace_folder(target, raises) as work:
                 (work / "config.json").write_text(config[0], "utf-8")
                 _write_shards(state, work, largest)
                 files = tuple(sorted(os.listdir(work)))
         else:
-            with new_file(target, raises) as file:
+            with replace_file(target, raises) as file:
                 save_file(state, file, {"format": "pt"})
             files = (target.name,)
     return WrittenCheckpoint(target, files, len(state), sum(t.nbytes for t in state.values()), passes)
@@ -219,10 +219,10 @@ def _write_shards(state: dict[str, Tensor], folder: Path, largest: int) -> None:
 def _first(module: TracedModule, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the state under the names of the original code base. Raises FxplugError for weights without such a name."""
     layers = dict.fromkeys(key.rpartition(".")[0] for key in state)
-    start = "model.diffusion_model." if part_of(module.classes) == "unet" else ""
+    start = "model.diffusion_model." if find_part(module.classes) == "unet" else ""
     made: dict[str, Tensor] = {}
     used: set[str] = set()
-    for name, paths in first_names(layers).items():
+    for name, paths in map_first_names(layers).items():
         for end in ("weight", "bias"):
             keys = [f"{path.removesuffix(SWAPPED)}.{end}" for path in paths]
             if not all(key in state for key in keys):

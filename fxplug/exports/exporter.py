@@ -20,17 +20,17 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 
 from ..adapters.slots import Adapters
-from ..core.artifacts.value_json import portable
-from ..core.errors import FxplugError, brief_fields, did_you_mean, first_line, shown
+from ..core.artifacts.value_json import encode_portable
+from ..core.errors import FxplugError, did_you_mean, format_fields, get_first_line, quote
 from ..core.ir.calls import call_code
-from ..core.ir.containers import Container, call_of, children, leaves, map_leaves
+from ..core.ir.containers import Container, list_leaves, list_members, make_call, map_leaves
 from ..core.ir.graph import copy_graph, insert, replace
 from ..core.ir.traced_module import TracedModule, strip_to_container
-from ..core.ir.variants import module_for
+from ..core.ir.variants import choose_module
 from ..core.locks import with_read_lock
-from ..core.reading import about, reported
+from ..core.reading import make_reporter, report_errors
 from ..core.torch_internals import modules as pytree
-from ..core.writing import new_file, open_new
+from ..core.writing import open_new, replace_file
 from ..lowerings.linear.operators import keeping_kernels
 from . import onnx_trial, onnx_writer
 from .aoti_writer import check_compiler, quiet, write
@@ -59,7 +59,7 @@ class Exported:
     seconds: float
     notes: tuple[str, ...] = ()
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
 @with_read_lock
@@ -110,14 +110,14 @@ def export(
     if to not in FORMATS:
         raise FxplugError(f"no export format '{to}'{did_you_mean(to, FORMATS)}; there are {', '.join(FORMATS)}")
     if free not in FREE:
-        raise FxplugError(f"free must be one of {', '.join(FREE)}, not {shown(free)}{did_you_mean(free, FREE)}")
+        raise FxplugError(f"free must be one of {', '.join(FREE)}, not {quote(free)}{did_you_mean(free, FREE)}")
     if options and to == "pt2":
         raise FxplugError(f"options are for inductor, and {to} is not compiled: leave them out, or export to aoti")
     if found := packed_layer(module):
         raise FxplugError(f"{found}: quantise the model with torchao, or export it un-quantised")
     start = time.perf_counter()
     target = _target(Path(path), to)
-    args, named = call_of(args, kwargs)
+    args, named = make_call(args, kwargs)
     facts: dict[str, Any] = {}
     opset = onnx_writer.check_exporter(options) if to == "onnx" else 0
     if to != "pt2":
@@ -131,19 +131,19 @@ def export(
         )
     if to == "aoti":
         check_compiler(device)
-        facts["attributes"] = portable({"dtype": module.dtype, **module._extras})
+        facts["attributes"] = encode_portable({"dtype": module.dtype, **module._extras})
         # compiled code reads an input's memory in the order in which the example's lay
         args, named = map_leaves((args, named), lambda t, _: t.contiguous())
-    plain, notes = _program(module_for(module, args, named))
+    plain, notes = _program(choose_module(module, args, named))
     parameters = inspect.signature(plain.forward).parameters
     if to == "onnx":
         results = onnx_writer.TensorResults(plain)
 
-    with new_file(target, about(target, Unwritten), onnx_writer.put if to == "onnx" else None) as file:
+    with replace_file(target, make_reporter(target, Unwritten), onnx_writer.put if to == "onnx" else None) as file:
         name = str(file)
 
         def finish(program: ExportedProgram) -> list[str]:
-            with reported(about(target, Unwritten), "cannot be written"):
+            with report_errors(make_reporter(target, Unwritten), "cannot be written"):
                 if to == "aoti":
                     return write(program, parameters, name, _live(module), facts, options, plain)
                 if to == "onnx":
@@ -164,7 +164,7 @@ def export(
 
 
 def _target(path: Path, to: str) -> Path:
-    with reported(about(path, Unwritten), "cannot be written"):
+    with report_errors(make_reporter(path, Unwritten), "cannot be written"):
         if path.is_dir():
             return path / f"model{FORMATS[to]}"
         ending = f".{FORMATS[to].rpartition('.')[2]}"
@@ -179,7 +179,7 @@ TABLE = ("names", "weights", "entries")  # what the gates of a pass are made of
 
 def _device(module: nn.Module, inputs: Any) -> torch.device:
     """Return the one device of a module and its inputs. Raises FxplugError for several."""
-    tensors = [*module.parameters(), *module.buffers(), *(t for t in leaves(inputs) if isinstance(t, torch.Tensor))]
+    tensors = [*module.parameters(), *module.buffers(), *(t for t in list_leaves(inputs) if isinstance(t, torch.Tensor))]
     devices = sorted({str(t.device) for t in tensors})
     if len(devices) > 1:
         raise FxplugError(f"a package is for one device, and the module and the example inputs are on {' and '.join(devices)}")
@@ -264,7 +264,7 @@ def _export(
     levels = list(FREE)[list(FREE).index(free) :]
     doubled: Any = None
     tries: list[tuple[str, Any]] = [(level, (args, kwargs)) for level in levels]
-    if any(t.dim() and t.shape[0] == 1 for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
+    if any(t.dim() and t.shape[0] == 1 for t in list_leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
         # torch.export fixes a size of 1 wherever an example has it
         doubled = map_leaves((args, kwargs), lambda t, _: torch.cat([t, t]) if t.dim() and t.shape[0] == 1 else t)
         tries = [(level, doubled) for level in levels if level != "none"] + tries
@@ -284,7 +284,7 @@ def _export(
             tries = [one for one in tries if one[1] is not doubled]  # a size that stays is the example's own
         except (CompileRefused, FxplugError) as caught:
             error = caught
-            failures.append(f"with {kept} dimensions free it fails: {first_line(caught)}")
+            failures.append(f"with {kept} dimensions free it fails: {get_first_line(caught)}")
             tries.pop(0)
     raise FxplugError("torch.export fails for this module: " + "; ".join(failures)) from error
 
@@ -338,7 +338,7 @@ def _call(before: fx.Node, function: Callable[..., Any], *args: Any) -> fx.Node:
 def _shapes(value: Any, dims: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return dims(value)
-    members = children(value)
+    members = list_members(value)
     if members is None:
         return None
     found = {key: _shapes(member, dims) for key, member in members}

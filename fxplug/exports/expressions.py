@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..core.errors import FxplugError, shown
-from ..core.reading import syntax_tree
+from ..core.errors import FxplugError, quote
+from ..core.reading import parse_python
 
 # what a condition is written in: no braces, colons, backslashes, so that there is little for a parser to get lost in
 CONDITION = re.compile(r"[\w\s.,()\[\]'+\-*/%<>=!]+\Z", re.ASCII)
@@ -52,7 +52,7 @@ def parsed(text: str) -> ast.expr:
     if not CONDITION.match(text):
         raise FxplugError("it is not an expression")
     try:
-        tree: ast.expr = syntax_tree(text, "eval").body
+        tree: ast.expr = parse_python(text, "eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise FxplugError("it is not an expression") from None
     level: list[ast.AST] = [tree]
@@ -99,7 +99,7 @@ def evaluate(tree: ast.expr, arguments: Mapping[str, Any]) -> bool | int | float
     except (TypeError, ValueError) as error:  # min of one number, the root of -1
         raise ArithmeticError(str(error)) from None
     if not isinstance(found, (bool, int, float)):
-        raise FxplugError(f"{shown(ast.unparse(tree))[1:-1]} is not a size")
+        raise FxplugError(f"{quote(ast.unparse(tree))[1:-1]} is not a size")
     if isinstance(found, int) and found.bit_length() > LARGEST:
         raise OverflowError("the number is too large")
     return found

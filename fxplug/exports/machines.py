@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..core.errors import ArtifactError, shown
+from ..core.errors import ArtifactError, quote
 from ..core.torch_internals.tensors import is_operator
 
 Json = dict[str, Any]
@@ -56,16 +56,16 @@ def check_machine(file: Path, manifest: Json, device: torch.device) -> None:
     made, here = manifest["torch"], torch.__version__
     if release(made) != release(here):
         raise ArtifactError(
-            f"{file} was compiled by torch {shown(made)[1:-1]}, and this is torch {here}: its code works with that version "
+            f"{file} was compiled by torch {quote(made)[1:-1]}, and this is torch {here}: its code works with that version "
             "only; export it again with this one"
         )
     system, this = f"{manifest['platform']} {manifest['machine']}", f"{sys.platform} {platform.machine()}"
     if system != this:
-        raise ArtifactError(f"{file} was compiled for {shown(system)[1:-1]}, and this is {this}")
+        raise ArtifactError(f"{file} was compiled for {quote(system)[1:-1]}, and this is {this}")
     missing = missing_cpu_features(manifest["features"], capabilities())
     if missing:
         raise ArtifactError(
-            f"{file} was compiled for a CPU with {shown(', '.join(missing))[1:-1]}, which this one does not have: export it "
+            f"{file} was compiled for a CPU with {quote(', '.join(missing))[1:-1]}, which this one does not have: export it "
             f"again here, or for both, with options such as {{'cpp.march': 'x86-64-v3', 'cpp.simdlen': 256}}"
         )
     made_for = manifest["capability"]
@@ -82,7 +82,7 @@ def pick_device(file: Path, kind: str, device: torch.device | str | None) -> tor
     """Return the device that code for `kind` runs on. Raises ArtifactError if there is none, or another one is requested."""
     if kind not in ("cpu", "cuda"):
         raise ArtifactError(
-            f"{file} was compiled for {shown(kind)}, which is not a device of a package: there are cpu and cuda"
+            f"{file} was compiled for {quote(kind)}, which is not a device of a package: there are cpu and cuda"
         )
     wanted = torch.device(kind if device is None else device)
     if wanted.type != kind:
@@ -102,5 +102,5 @@ def check_operators(file: Path, names: Iterable[str]) -> None:
     for name in names:
         if not is_operator(name):
             raise ArtifactError(
-                f"{file} calls the operator {shown(name)[1:-1]}, which is not registered: import its library first"
+                f"{file} calls the operator {quote(name)[1:-1]}, which is not registered: import its library first"
             )

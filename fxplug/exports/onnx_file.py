@@ -16,9 +16,9 @@ import torch
 from pydantic import AfterValidator, Field, model_validator
 
 from ..blocks.base import NAME
-from ..core.errors import DEFAULT, Limits, shown
-from ..core.reading import Raises, about, opened, parse_json, size_of
-from ..core.weight_files import onnx_model, onnx_tensor
+from ..core.errors import DEFAULT, Limits, quote
+from ..core.reading import Raises, get_size, make_reporter, open_regular_file, parse_json
+from ..core.weight_files import parse_onnx, read_onnx_tensor
 from .package_file import Described, ExportManifest, check_manifest, check_places
 
 FORMAT = 1
@@ -87,12 +87,12 @@ class OnnxFile:
     """
 
     def __init__(self, file: BinaryIO, path: Path, limits: Limits = DEFAULT) -> None:
-        raises = about(path)
-        if size_of(file) > LARGEST:
-            raise raises(f"has {size_of(file)} bytes, and an ONNX model has at most {LARGEST}")
+        raises = make_reporter(path)
+        if get_size(file) > LARGEST:
+            raise raises(f"has {get_size(file)} bytes, and an ONNX model has at most {LARGEST}")
         self.path, self.folder = path, Path(os.path.realpath(path)).parent
         self.model = file.read()
-        model = onnx_model(self.model, raises)
+        model = parse_onnx(self.model, raises)
         found = {entry.key: entry.value for entry in reversed(model.metadata_props)}  # of a key that is there twice, the first
         if METADATA not in found:
             raise raises(
@@ -100,16 +100,16 @@ class OnnxFile:
             )
         self._check_seal(raises)
         text = found[METADATA]
-        self.manifest = check_manifest(parse_json(text, about(f"{path}: its metadata"), limits), OnnxManifest, raises)
+        self.manifest = check_manifest(parse_json(text, make_reporter(f"{path}: its metadata"), limits), OnnxManifest, raises)
         data = self.manifest["data"]
         if data is None:
             self.tensors = self._tensors(model, raises, None)
             return
         beside = self.folder / data["name"]
-        with opened(beside) as opened_beside:
+        with open_regular_file(beside) as opened_beside:
             if hashlib.file_digest(opened_beside, "sha256").hexdigest() != data["sha256"]:  # type: ignore[arg-type]
                 why = "has changed since it was exported, is damaged, or belongs to another model: export it again"
-                raise about(beside)(why)
+                raise make_reporter(beside)(why)
             self.tensors = self._tensors(model, raises, (data["name"], opened_beside))
 
     def _check_seal(self, raises: Raises) -> None:
@@ -120,9 +120,9 @@ class OnnxFile:
 
     def _tensors(self, model: Any, raises: Raises, beside: tuple[str, BinaryIO] | None) -> dict[str, torch.Tensor]:
         live = set(self.manifest["live"])
-        tensors = {p.name: onnx_tensor(p, raises, beside) for p in model.graph.initializer if p.name in live}
+        tensors = {p.name: read_onnx_tensor(p, raises, beside) for p in model.graph.initializer if p.name in live}
         if lost := live - tensors.keys():
-            raise raises(f"cannot be read: it has no {shown(min(lost))}, which its metadata lists")
+            raise raises(f"cannot be read: it has no {quote(min(lost))}, which its metadata lists")
         for name, texts in self.manifest["names"].items():
             rows = [list(text.encode().ljust(NAME, b"\0")) for text in texts]
             tensors[f"{name}.gates.table.names"] = torch.tensor(rows, dtype=torch.uint8)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.errors import DEFAULT, ArtifactError, FxplugError, Limits, did_you_mean, first_line, shown
-from ..core.ir.containers import leaves, map_leaves
+from ..core.errors import DEFAULT, ArtifactError, FxplugError, Limits, did_you_mean, get_first_line, quote
+from ..core.ir.containers import list_leaves, map_leaves
 from ..core.locks import call_with_read_lock
-from ..core.reading import opened
+from ..core.reading import open_regular_file
 from .call_signature import Json, Signature
 from .onnx_file import INSTALL, OnnxFile
 from .package import ExportedModel, _named
@@ -50,7 +50,7 @@ class OnnxModel(ExportedModel):
         Arrays may be numpy's or torch's; if all are numpy's, so are the results, except for bfloat16, which numpy does not
         have. Raises the errors of `Signature.flatten`, and FxplugError when the program itself fails.
         """
-        given = [value for value in leaves((args, kwargs)) if isinstance(value, (np.ndarray, torch.Tensor))]
+        given = [value for value in list_leaves((args, kwargs)) if isinstance(value, (np.ndarray, torch.Tensor))]
         arrays = bool(given) and not any(isinstance(value, torch.Tensor) for value in given)
         if any(isinstance(value, np.ndarray) for value in given):
             args, kwargs = map_leaves((args, kwargs), lambda value, _: _tensor(value), kind=np.ndarray)
@@ -65,7 +65,7 @@ class OnnxModel(ExportedModel):
         try:
             values = self.session.run_with_ort_values(names, {**self._live, **feeds}) if names else []
         except Exception as error:  # onnxruntime's, of kinds that have no common class
-            raise FxplugError(f"the model failed in this call: {first_line(error)}") from error
+            raise FxplugError(f"the model failed in this call: {get_first_line(error)}") from error
         results = [torch.utils.dlpack.from_dlpack(value) for value in values]
         count = len(results) - len(self.manifest["checks"])
         for holds, text in zip(results[count:], self.manifest["checks"], strict=True):
@@ -106,7 +106,7 @@ def load_onnx(
     if importlib.util.find_spec("onnxruntime") is None:
         raise FxplugError(f"load_onnx needs onnxruntime, which is not installed: {INSTALL}")
     file = Path(path)
-    with _named(file), opened(file) as handle:
+    with _named(file), open_regular_file(file) as handle:
         found = OnnxFile(handle, file, limits)
         return OnnxModel(_session(found, providers, options), found.manifest, found.tensors, limits)
 
@@ -130,14 +130,14 @@ def _session(found: OnnxFile, providers: Sequence[Any], options: Any) -> Any:
     except Exception as error:  # onnxruntime's, of kinds that have no common class
         version = onnxruntime.__version__
         raise ArtifactError(
-            f"{found.path} cannot be run by onnxruntime {version}: {shown(first_line(error), 300)[1:-1]}"
+            f"{found.path} cannot be run by onnxruntime {version}: {quote(get_first_line(error), 300)[1:-1]}"
         ) from error
     there = {each.name for each in (*session.get_inputs(), *session.get_overridable_initializers())}
     wanted = {*found.manifest["inputs"], *found.manifest["live"]}
     results, named = {each.name for each in session.get_outputs()}, set(found.manifest["outputs"])
     if there != wanted or results != named:
         odd = min(there ^ wanted | named ^ results)
-        raise ArtifactError(f"{found.path} cannot be read: its metadata and its graph differ in {shown(odd)}")
+        raise ArtifactError(f"{found.path} cannot be read: its metadata and its graph differ in {quote(odd)}")
     return session
 
 

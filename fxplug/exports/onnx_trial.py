@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from ..core.errors import FxplugError, shown
-from ..core.ir.comparison import COMPILED, difference, equal
-from ..core.ir.containers import leaves, map_leaves
+from ..core.errors import FxplugError, quote
+from ..core.ir.comparison import COMPILED, is_equal, measure_difference
+from ..core.ir.containers import list_leaves, map_leaves
 from .blockers import CompileRefused, Unfit
 from .onnx_file import INSTALL
 from .onnx_model import load_onnx
@@ -44,12 +44,12 @@ def try_model(file: str, program: ExportedProgram, module: nn.Module, said: list
     except FxplugError as error:
         what = str(error).replace(file, "it")
         if "NOT_IMPLEMENTED" in what:  # another of its providers may have what the CPU's lacks
-            return [f"it was not checked, because onnxruntime cannot run it on a CPU: {shown(what, 300)[1:-1]}"]
+            return [f"it was not checked, because onnxruntime cannot run it on a CPU: {quote(what, 300)[1:-1]}"]
         raise CompileRefused(what) from error
-    found = [value for value in leaves(out) if isinstance(value, torch.Tensor)]
+    found = [value for value in list_leaves(out) if isinstance(value, torch.Tensor)]
     pairs = list(zip(found, wanted, strict=False))  # the conditions come last, and are no part of the result
-    apart = [difference(b, a, COMPILED) for a, b in pairs]
-    drawn = not equal(wanted, again)
+    apart = [measure_difference(b, a, COMPILED) for a, b in pairs]
+    drawn = not is_equal(wanted, again)
     wrong = [i for i, gap in enumerate(apart) if gap.times > 1]
     most = f"{max((gap.distance for gap in apart), default=0.0):.1e}"
     if wrong and not drawn:

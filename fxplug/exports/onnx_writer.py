@@ -20,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from .. import __version__
 from ..blocks.base import NAME
-from ..core.errors import FxplugError, shown
+from ..core.errors import FxplugError, quote
 from ..core.ir.containers import map_leaves
 from ..core.ir.graph import change
-from ..core.torch_internals.exporting import DEFAULT, OPSETS, translated, untranslated
+from ..core.torch_internals.exporting import DEFAULT, OPSETS, find_untranslated, translate
 from ..core.torch_internals.tensors import OpOverload, assert_later
-from ..core.writing import locked, open_new
+from ..core.writing import lock_folder, open_new
 from .aoti_writer import _state, hushed, quiet
 from .blockers import CompileRefused, Unfit, refusing
 from .call_signature import Json, Placeholder, describe, encoded
@@ -191,15 +191,15 @@ def _model(program: ExportedProgram, opset: int, place: Callable[[str], str]) ->
         program = by_known_operations(program)
     try:
         with quiet(), torch.no_grad(), hushed("onnx_ir"):
-            model = translated(program, opset)
+            model = translate(program, opset)
     except OnnxExporterError as error:
         with refusing(), quiet():
-            lost, reason = untranslated(program, opset, error)
+            lost, reason = find_untranslated(program, opset, error)
         places = _places(lost, place)
         if lost and all(isinstance(target, OpOverload) for target, _ in lost):
             raise Unfit(_lost(places, opset)) from error
         what = "; ".join(f"{name} at {', '.join(where[:SHOWN])}" for name, where in list(places.items())[:SHOWN])
-        raise CompileRefused(f"torch.onnx does not support {what or 'this program'} ({shown(reason, 200)[1:-1]})") from error
+        raise CompileRefused(f"torch.onnx does not support {what or 'this program'} ({quote(reason, 200)[1:-1]})") from error
     written_as = model.graph.opset_imports.get("")
     if written_as != opset:
         raise Unfit(f"torch.onnx wrote opset {written_as} instead of {opset}: give another opset")
@@ -346,7 +346,7 @@ def _bytes(model: Any) -> bytes:
 
 def put(work: Path, target: Path) -> None:
     """Move a written model to its target, its data first: there is never a model without its data."""
-    with locked(target.parent):
+    with lock_folder(target.parent):
         kept = [path.name for path in work.parent.iterdir() if path != work]
         for each in kept:
             os.replace(work.with_name(each), target.with_name(each))

@@ -16,14 +16,25 @@ import torch
 from ..adapters.contents import ModelLayer
 from ..adapters.slots import Adapters
 from ..adapters.writing import About
-from ..blocks.base import other_batch, read_count
+from ..blocks.base import describe_other_batch, read_count
 from ..core import weight_files
 from ..core.artifacts.value_json import decode
-from ..core.errors import DEFAULT, LONGEST, ArtifactError, FxplugError, Limits, SpecError, cut, did_you_mean, first_line, shown
+from ..core.errors import (
+    DEFAULT,
+    LONGEST,
+    ArtifactError,
+    FxplugError,
+    Limits,
+    SpecError,
+    cut,
+    did_you_mean,
+    get_first_line,
+    quote,
+)
 from ..core.locks import StateLock, call_with_read_lock, write_lock
-from ..core.reading import about, opened, reported
+from ..core.reading import make_reporter, open_regular_file, report_errors
 from ..core.torch_internals.exporting import LOADER
-from ..core.writing import Folder, ended_by_exceptions
+from ..core.writing import Folder, raise_on_sigterm
 from .call_signature import Json, Signature
 from .machines import check_machine, check_operators, pick_device
 from .package_file import CODE, Packed, check_slots
@@ -93,7 +104,7 @@ class ExportedModel:
         for table, known in self._tables:
             sizes = [tensor.shape[0] for tensor in flat if tensor.dim()]
             if (entries := read_count(table, known)) and sizes and entries not in sizes:
-                raise SpecError(other_batch(entries, sizes[0]))
+                raise SpecError(describe_other_batch(entries, sizes[0]))
 
     def _described(self, more: str) -> str:
         names = cut(", ".join(self.manifest["passes"]), LONGEST // 2) or "no passes"
@@ -137,7 +148,7 @@ class Package(ExportedModel):
         try:
             out = call_with_read_lock(self._locks, self._run, flat)
         except RuntimeError as error:
-            raise FxplugError(f"the package failed in this call: {first_line(error)}") from error
+            raise FxplugError(f"the package failed in this call: {get_first_line(error)}") from error
         return self._signature.unflatten(out)
 
     def _run(self, flat: list[torch.Tensor]) -> Any:
@@ -222,23 +233,23 @@ def load_package(
             "trusted=True)"
         )
     if type(runners) is not int or runners < 1:
-        raise FxplugError(f"runners must be a whole number, 1 or more, not {shown(runners)}")
-    with _named(file), opened(file) as handle, ended_by_exceptions():
+        raise FxplugError(f"runners must be a whole number, 1 or more, not {quote(runners)}")
+    with _named(file), open_regular_file(file) as handle, raise_on_sigterm():
         packed = Packed(handle, file, limits)
         manifest = packed.manifest
         where = pick_device(file, manifest["device"], device)
         check_machine(file, manifest, where)
         check_operators(file, manifest["operators"])
         Signature(manifest["signature"], where, limits)
-        with reported(about(file), "cannot be unpacked into a temporary folder"):
+        with report_errors(make_reporter(file), "cannot be unpacked into a temporary folder"):
             work = Folder(TEMPORARY)
         try:
-            with reported(about(file), f"cannot be unpacked into {work.path}"):
+            with report_errors(make_reporter(file), f"cannot be unpacked into {work.path}"):
                 packed.unpack(work.path)
             loader = _loader(work.path, runners, where.index if where.index is not None else -1)
             missing = sorted(set(manifest["constants"]) - set(loader.get_constant_fqns()))
             if missing:
-                raise ArtifactError(f"the program does not have {shown(missing[0])[1:-1]}, which its manifest lists")
+                raise ArtifactError(f"the program does not have {quote(missing[0])[1:-1]}, which its manifest lists")
             # what the program does not read, such as names, is read by us alone
             read = {name: tensor.to(where) for name, tensor in packed.tensors.items() if name in manifest["constants"]}
             package = Package(loader, manifest, {**packed.tensors, **read}, where, runners)
@@ -260,7 +271,7 @@ def _named(file: Path) -> Iterator[None]:
     except ArtifactError as error:
         raise error if str(file) in str(error) else ArtifactError(f"{file}: {error}") from None
     except RuntimeError as error:  # RecursionError is one
-        raise ArtifactError(f"the program in {file} cannot be loaded: {first_line(error)}") from error
+        raise ArtifactError(f"the program in {file} cannot be loaded: {get_first_line(error)}") from error
     except MemoryError:
         raise ArtifactError(f"{file} is damaged, or larger than the memory of this machine") from None
 

@@ -16,10 +16,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ..adapters.banks import Bank
 from ..adapters.slots import Adapters
-from ..blocks import update_kinds
-from ..core.errors import DEFAULT, ArtifactError, Limits, shown
-from ..core.reading import Raises, about, check_format, open_archive, parse_json, read_member
-from ..core.weight_files import header, tensors
+from ..blocks import list_update_kinds
+from ..core.errors import DEFAULT, ArtifactError, Limits, quote
+from ..core.reading import Raises, check_format, make_reporter, open_archive, parse_json, read_member
+from ..core.weight_files import read_header, read_tensors
 from .call_signature import Json
 
 FORMAT = 1
@@ -38,8 +38,8 @@ class Described(BaseModel):
 
 
 def _parameter(name: str) -> str:
-    if not any(name in kind.tensors for kind in update_kinds().values()):
-        raise ValueError(f"{shown(name)} is not a parameter of a slot")
+    if not any(name in kind.tensors for kind in list_update_kinds().values()):
+        raise ValueError(f"{quote(name)} is not a parameter of a slot")
     return name
 
 
@@ -100,7 +100,7 @@ def check_manifest(manifest: Any, kind: type[Kind], raises: Raises) -> Json:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        what = f"{shown(where)[1:-1]} in its manifest is not valid: {first['msg']}"
+        what = f"{quote(where)[1:-1]} in its manifest is not valid: {first['msg']}"
         raise raises(f"cannot be read: {what}") from None
 
 
@@ -111,7 +111,7 @@ class Packed:
     """
 
     def __init__(self, file: BinaryIO, path: Path, limits: Limits = DEFAULT) -> None:
-        raises = about(path)
+        raises = make_reporter(path)
         self.path, self._archive = path, open_archive(file, raises)
         start, names = root(self._archive), self._archive.namelist()
         for name in (MANIFEST, TENSORS):
@@ -120,15 +120,15 @@ class Packed:
                     f"is not a package that fxplug exported: {_kind([each.removeprefix(start) for each in names], name)}"
                 )
         data = read_member(self._archive, start + MANIFEST, raises, limits.json)
-        manifest = parse_json(data, about(f"{path}: {MANIFEST}"), limits)
+        manifest = parse_json(data, make_reporter(f"{path}: {MANIFEST}"), limits)
         self.manifest = check_manifest(manifest, PackageManifest, raises)
-        held, inside = io.BytesIO(read_member(self._archive, start + TENSORS, raises)), about(f"{path}: {TENSORS}")
-        self.tensors = dict(tensors(held, header(held, inside, limits), inside))
+        held, inside = io.BytesIO(read_member(self._archive, start + TENSORS, raises)), make_reporter(f"{path}: {TENSORS}")
+        self.tensors = dict(read_tensors(held, read_header(held, inside, limits), inside))
         check_places(self.manifest, self.tensors, raises)
 
     def unpack(self, folder: Path) -> None:
         """Write the code into a folder, laid out as AOTInductor's loader expects it."""
-        unpack(self._archive, folder, about(self.path))
+        unpack(self._archive, folder, make_reporter(self.path))
 
 
 def root(archive: ZipFile) -> str:
@@ -157,7 +157,7 @@ def check_places(manifest: Json, tensors: Mapping[str, Any], raises: Raises) -> 
     """Raise what `raises` makes for a tensor of the slots whose listed place does not exist."""
     for name, there in manifest["where"].items():
         if there not in tensors:
-            raise raises(f"cannot be read: {shown(name)} is at {shown(there)}, which is not among its tensors")
+            raise raises(f"cannot be read: {quote(name)} is at {quote(there)}, which is not among its tensors")
 
 
 # --- slots
@@ -182,13 +182,13 @@ def check_slots(adapters: Adapters) -> None:
             right = slots == {names.shape[0]} == {weights.shape[1]} and (names.dim(), weights.dim(), entries.dim()) == (2, 2, 0)
             right = right and weights.is_floating_point() and (names.dtype, entries.dtype) == (torch.uint8, torch.int64)
             if not right:
-                raise ValueError(f"the table of {shown(name)} must have {sorted(slots)} slots")
+                raise ValueError(f"the table of {quote(name)} must have {sorted(slots)} slots")
             for bank in rows:
                 for key, each in bank.names.items():
                     tensor = adapters.tensor(each)
                     part = bank.views(key, tensor, 0)
                     room = tensor.shape[0] == bank.slots if bank.maps else part.shape[1] == bank.rank
                     if not room or not part.is_floating_point() or not part.numel():
-                        raise ValueError(f"{shown(each)} must have {bank.slots} slots of rank {bank.rank}")
+                        raise ValueError(f"{quote(each)} must have {bank.slots} slots of rank {bank.rank}")
     except (KeyError, IndexError, RuntimeError, ValueError) as error:
         raise ArtifactError(f"the slots in the package cannot be read: {type(error).__name__}: {error}") from None

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from ..core.errors import ArtifactError, FxplugError, first_line
-from ..core.ir.comparison import COMPILED, difference, equal
-from ..core.ir.containers import leaves
+from ..core.errors import ArtifactError, FxplugError, get_first_line
+from ..core.ir.comparison import COMPILED, is_equal, measure_difference
+from ..core.ir.containers import list_leaves
 from ..core.torch_internals.exporting import Condition
 from .blockers import CompileRefused, Unfit
 from .call_signature import Json, Signature
@@ -32,7 +32,8 @@ def try_package(
     Raises Unfit for a program that computes something else on the example inputs, NotFree for one that does at other sizes.
     """
     trial = SizeTrial(program)
-    device = next((t.device for t in leaves(program.example_inputs) if isinstance(t, Tensor)), torch.device(manifest["device"]))
+    devices = (t.device for t in list_leaves(program.example_inputs) if isinstance(t, Tensor))
+    device = next(devices, torch.device(manifest["device"]))
     where = Signature(manifest["signature"], device).where
     if why := _untried(manifest, program, module):
         kept, notes = _checkable(trial.readable(decided, where))
@@ -41,7 +42,7 @@ def try_package(
     said = json.loads(json.dumps(manifest))  # as it is read from the file
     package = Package(loader, check_manifest(said, PackageManifest, ArtifactError), tensors, device)
     args, kwargs = program.example_inputs
-    gap = difference(tensors_of(call_alone(module, (args, kwargs))), tensors_of(package(*args, **kwargs)), COMPILED)
+    gap = measure_difference(tensors_of(call_alone(module, (args, kwargs))), tensors_of(package(*args, **kwargs)), COMPILED)
     if gap.times > 1:
         raise Unfit(
             f"the package differs from the module by {gap.distance:.1e} on the example inputs; this is a bug of AOTInductor: "
@@ -79,5 +80,5 @@ def _untried(manifest: Json, program: ExportedProgram, module: nn.Module) -> str
     except Unfit as error:  # it stores something between calls
         return f": {error}"
     except CompileRefused as error:
-        return f", which fails on the example inputs: {first_line(error)}"
-    return ", which draws random numbers" if not equal(first, again) else ""
+        return f", which fails on the example inputs: {get_first_line(error)}"
+    return ", which draws random numbers" if not is_equal(first, again) else ""

@@ -13,11 +13,11 @@ from torch.export import ExportedProgram
 from torch.func import functional_call
 
 from ..core.errors import FxplugError
-from ..core.ir.comparison import COMPILED, equal, is_close
-from ..core.ir.containers import leaves, map_leaves
+from ..core.ir.comparison import COMPILED, is_close, is_equal
+from ..core.ir.containers import list_leaves, map_leaves
 from ..core.torch_internals import modules as pytree
-from ..core.torch_internals.exporting import Condition, size_at
-from ..core.torch_internals.tensors import size_name
+from ..core.torch_internals.exporting import Condition, compute_size
+from ..core.torch_internals.tensors import get_size_name
 from .blockers import Unfit, refusing
 from .package import ExportedModel
 
@@ -41,16 +41,16 @@ def call_alone(module: nn.Module, inputs: Any) -> Any:
     given = map_leaves(inputs, lambda t, _: t.detach().clone())
     with torch.no_grad(), refusing():
         found = functional_call(module, state, *given)
-    before = [*dict(module.named_buffers()).items(), *((f"its input {i}", t) for i, t in enumerate(leaves(inputs)))]
-    for (name, old), new in zip(before, [*state.values(), *leaves(given)], strict=True):
-        if isinstance(old, Tensor) and not equal(old, new):
+    before = [*dict(module.named_buffers()).items(), *((f"its input {i}", t) for i, t in enumerate(list_leaves(inputs)))]
+    for (name, old), new in zip(before, [*state.values(), *list_leaves(given)], strict=True):
+        if isinstance(old, Tensor) and not is_equal(old, new):
             raise Unfit(f"a call of this module changes {name}")
     return found
 
 
 def tensors_of(result: Any) -> list[Tensor]:
     """Return the tensors of a nested result."""
-    return [value for value in leaves(result) if isinstance(value, Tensor)]
+    return [value for value in list_leaves(result) if isinstance(value, Tensor)]
 
 
 class SizeTrial:
@@ -66,7 +66,7 @@ class SizeTrial:
             if isinstance(value, Tensor):
                 self.shapes[i] = nodes[str(name)].meta["val"].shape
                 for d, size in enumerate(self.shapes[i]):
-                    if isinstance(size, torch.SymInt) and isinstance(known := size_name(size), str):
+                    if isinstance(size, torch.SymInt) and isinstance(known := get_size_name(size), str):
                         self.example[known] = value.shape[d]
                         self.places.setdefault(known, []).append((i, d))
 
@@ -174,4 +174,4 @@ class SizeTrial:
         return args, kwargs
 
     def _shape(self, i: int, sizes: Sizes) -> list[int]:
-        return [size if isinstance(size, int) else size_at(size, sizes) for size in self.shapes[i]]
+        return [size if isinstance(size, int) else compute_size(size, sizes) for size in self.shapes[i]]

@@ -8,9 +8,9 @@ from typing import Any
 
 import fxplug
 
-from ..core.cli.verbs import load_saved, progress
-from ..core.errors import SpecError, shown
-from ..core.spec.saved_config import saved_config
+from ..core.cli.verbs import load_saved, show_progress
+from ..core.errors import SpecError, quote
+from ..core.spec.saved_config import read_saved_config
 
 ADAPTERS = ("peft", "diffusers", "kohya", "comfy", "lycoris", "fxplug")
 CHECKPOINTS = ("diffusers", "timm", "safetensors")
@@ -40,15 +40,15 @@ def export_to_tool(
         raise SpecError(f"{odd} is for adapter files, and this writes a whole model: choose what goes into it with --merge")
     if first_names and not whole:
         raise SpecError("--first-names is for a whole model: the format of an adapter file sets the names of its layers")
-    with progress("load"):
+    with show_progress("load"):
         module = load_saved(str(folder), None, allow)
     if whole:
-        with progress(f"write for {to}"):
+        with show_progress(f"write for {to}"):
             strengths = _strengths(merge) if merge is not None else None
             done = fxplug.save_checkpoint(module, out, to=to, merge=strengths, first=first_names)
         print(f"{done}\nsaved in {done.path}")
         return
-    config = saved_config(folder) or {}
+    config = read_saved_config(folder) or {}
     kept = {key: config[key] for key in ("passes", "train", "data", "seed") if key in config}
     about = {"fxplug.config": json.dumps(kept, sort_keys=True, default=str)} if kept else {}
     slotted = [entry["name"] for entry in module.meta.get("passes", []) if entry.get("slots")]
@@ -76,8 +76,8 @@ def _strengths(text: str) -> dict[str, float]:
         try:
             value = float(weight)
         except ValueError:
-            raise SpecError(f"--merge: {shown(each)}: the strength of '{name}' must be a number, such as {name}=0.8") from None
+            raise SpecError(f"--merge: {quote(each)}: the strength of '{name}' must be a number, such as {name}=0.8") from None
         if not name or name in made:
-            raise SpecError(f"--merge: {shown(each)} {'is there twice' if name else 'names no adapter'}")
+            raise SpecError(f"--merge: {quote(each)} {'is there twice' if name else 'names no adapter'}")
         made[name] = value
     return made

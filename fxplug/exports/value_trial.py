@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from ..core.errors import FxplugError
-from ..core.ir.comparison import COMPILED, Difference, difference
-from ..core.ir.containers import leaves, map_leaves
+from ..core.ir.comparison import COMPILED, Difference, measure_difference
+from ..core.ir.containers import list_leaves, map_leaves
 from .size_trial import tensors_of
 
 EMBEDDING = torch.ops.aten.embedding.default
@@ -50,13 +50,13 @@ def _gap(wanted: list[Tensor], got: list[Tensor], beside: list[Tensor] | None = 
     """Return the distance of results, relative to the largest number in them and in those `beside` them."""
     if beside is not None and len(wanted) == len(got) and all(a.shape == b.shape for a, b in zip(wanted, got, strict=True)):
         wanted, got = ([torch.cat([a.flatten(), b.flatten()]) for a, b in zip(beside, t, strict=True)] for t in (wanted, got))
-    return difference([t.cpu() for t in wanted], [t.cpu() for t in got], COMPILED)
+    return measure_difference([t.cpu() for t in wanted], [t.cpu() for t in got], COMPILED)
 
 
 def _values(program: ExportedProgram, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
     """Yield a description of some special values, and the example with them."""
     inputs = program.example_inputs
-    tensors = [value for value in leaves(inputs) if isinstance(value, Tensor)]
+    tensors = [value for value in list_leaves(inputs) if isinstance(value, Tensor)]
     if any(tensor.is_floating_point() for tensor in tensors):
         yield "all numbers are 0", map_leaves(inputs, lambda t, _: torch.zeros_like(t) if t.is_floating_point() else t)
     rows = _embedded(program)

@@ -9,9 +9,9 @@ import typer
 
 import fxplug
 
-from ..core.cli.verbs import Allow, Debug, load_saved, progress, saved_call
+from ..core.cli.verbs import Allow, Debug, load_saved, make_saved_call, show_progress
 from ..core.errors import SpecError, did_you_mean
-from ..core.spec.saved_config import saved_export
+from ..core.spec.saved_config import read_saved_export
 from .tool_files import TO_TOOLS, export_to_tool
 
 
@@ -50,13 +50,13 @@ def export(
     if to is not None and to not in FORMATS:
         known = (*FORMATS, *TO_TOOLS)
         raise SpecError(f"no export format '{to}'{did_you_mean(to, known)}; there are {', '.join(known)}")
-    how = saved_export(folder, to=to, free=free, device=device)
+    how = read_saved_export(folder, to=to, free=free, device=device)
     if opset is not None and how.to != "onnx":
         raise SpecError(f"--opset is for onnx, and this is an export to {how.to}")
-    with progress("load"):
+    with show_progress("load"):
         module = load_saved(str(folder), None, allow, how.device)
-        args, kwargs = saved_call(folder, module)
-    with progress(f"export to {how.to}"):
+        args, kwargs = make_saved_call(folder, module)
+    with show_progress(f"export to {how.to}"):
         options = None if opset is None else {"opset": opset}
         path = out or folder.parent / f"{folder.name}.{how.to}"
         report = fxplug.export(module, path, args, kwargs, to=how.to, free=how.free, options=options)

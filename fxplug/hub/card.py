@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from ..core.errors import FxplugError
 from ..core.flow import load_run_record
-from ..core.ir.text import diff, folded
+from ..core.ir.text import diff, fold_diff
 from ..core.ir.traced_module import TracedModule
 from ..core.rewriter.removing import remove
 
@@ -51,9 +51,9 @@ def _diff_of(module: TracedModule, name: str) -> str:
     """Return what a pass changed; "" for one that cannot be taken out alone, which is how the model before it is known."""
     record = load_run_record(module)
     if record is not None and record["passes"] == [name]:
-        return folded("".join(record["text"]))
+        return fold_diff("".join(record["text"]))
     try:
-        return folded(diff(remove(module, name), module))
+        return fold_diff(diff(remove(module, name), module))
     except FxplugError:
         return ""
 

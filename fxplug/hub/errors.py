@@ -18,8 +18,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from ..core.errors import ArtifactError, FxplugError, shown
-from ..core.reading import reason
+from ..core.errors import ArtifactError, FxplugError, quote
+from ..core.reading import get_reason
 
 LOGIN = "log in with 'hf auth login', or set HF_TOKEN"
 BUSY = 429
@@ -53,7 +53,7 @@ def _finding(error: Exception, repo: str, revision: str | None) -> str:
     if isinstance(error, DisabledRepoError):
         return "it was disabled: ask its owner"
     if isinstance(error, RevisionNotFoundError):
-        return f"it has no revision {shown(revision or constants.DEFAULT_REVISION)}: give a branch, a tag or a whole commit"
+        return f"it has no revision {quote(revision or constants.DEFAULT_REVISION)}: give a branch, a tag or a whole commit"
     if isinstance(error, RepositoryNotFoundError):
         return f"there is none of this name, or it is private: check the name, or {LOGIN}"
     if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
@@ -63,7 +63,7 @@ def _finding(error: Exception, repo: str, revision: str | None) -> str:
     if isinstance(error, HfHubHTTPError):
         return _refused(error, error.response.status_code)
     if isinstance(error, OSError) and error.errno:
-        return f"{reason(error)}: look at the cache, {constants.HF_HUB_CACHE}, or set HF_HOME to another place"
+        return f"{get_reason(error)}: look at the cache, {constants.HF_HUB_CACHE}, or set HF_HOME to another place"
     if isinstance(error, OSError):  # the size is not that of the file
         return f"the transfer broke off: try again ({_message(error)})"
     if isinstance(error, ValueError):
@@ -99,4 +99,4 @@ def _refused(error: HfHubHTTPError, status: int) -> str:
 def _message(error: BaseException) -> str:
     """Return the error's own text in one line."""
     server = getattr(error, "server_message", None)
-    return shown(" ".join((server or str(error) or type(error).__name__).split()), 200)[1:-1]
+    return quote(" ".join((server or str(error) or type(error).__name__).split()), 200)[1:-1]

@@ -15,9 +15,9 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntr
 
 from ..adapters.find_tensors import PICKLED, SAFE, choose_file
 from ..core.artifacts.document import FIXED, MANIFEST, listed, parse
-from ..core.errors import DEFAULT, ArtifactError, Limits, shown
+from ..core.errors import DEFAULT, ArtifactError, Limits, quote
 from ..core.hub_names import unlinked
-from ..core.reading import about, opened
+from ..core.reading import make_reporter, open_regular_file
 from .errors import hub_errors
 
 CONFIG = "adapter_config.json"
@@ -75,7 +75,7 @@ def cached_file(path: Path) -> Path | None:
 def _checked(repo: Repository, path: Path) -> Path:
     if cached_file(path) is None:
         out = os.path.realpath(path)
-        raise ArtifactError(f"{path.name} of '{repo.name}' is a link out of the hub's cache, to {shown(out)}: remove {path}")
+        raise ArtifactError(f"{path.name} of '{repo.name}' is a link out of the hub's cache, to {quote(out)}: remove {path}")
     return path
 
 
@@ -127,7 +127,7 @@ def _parse(name: str, revision: str | None) -> tuple[Repository, str]:
     match = NAME.fullmatch(name)
     assert match is not None  # what is no such name is a path
     if revision is not None and match["revision"]:
-        raise ArtifactError(f"'{name}' has a revision, and revision={shown(revision)} is another: give one of them")
+        raise ArtifactError(f"'{name}' has a revision, and revision={quote(revision)} is another: give one of them")
     return Repository(match["repo"], revision if revision is not None else match["revision"]), match["file"] or ""
 
 
@@ -140,7 +140,7 @@ def _fetch_listed(repo: Repository, limits: Limits) -> Path | None:
     if found.file_size is not None and found.file_size > limits.json:
         raise ArtifactError(f"{where}: {MANIFEST} has {found.file_size} bytes; the limit is {limits.json}")
     manifest = pinned.fetch(MANIFEST)
-    with opened(unlinked(manifest), limits.json, about(f"{where}: {MANIFEST}"), links=False) as file:
+    with open_regular_file(unlinked(manifest), limits.json, make_reporter(f"{where}: {MANIFEST}"), links=False) as file:
         files = listed(parse(file.read(), MANIFEST, limits), where)
     if len(files) > (most := limits.modules + len(FIXED)):
         raise ArtifactError(f"{where}: {MANIFEST} lists {len(files)} files; the limit is {most}")
@@ -149,7 +149,7 @@ def _fetch_listed(repo: Repository, limits: Limits) -> Path | None:
         if at is None:
             raise ArtifactError(f"{where}: {MANIFEST} lists {name}, which is missing from the repository: push it again")
         if (size := at.file_size) is not None and size != record.size:
-            raise ArtifactError(f"{where}: {name} has {size} bytes instead of {shown(record.size)}: push it again")
+            raise ArtifactError(f"{where}: {name} has {size} bytes instead of {quote(record.size)}: push it again")
     for name in files:
         pinned.fetch(name)
     repo.fetch(MANIFEST)  # last: the cache keeps by it what the revision is now, and offline that is whole

@@ -13,12 +13,12 @@ from huggingface_hub.errors import RevisionNotFoundError
 
 from .. import __version__
 from ..core.artifacts.artifact import check_savable, load, save
-from ..core.artifacts.document import MANIFEST, Snapshot, listed, parse, snapshot
-from ..core.errors import DEFAULT, ArtifactError, SpecError, shown
+from ..core.artifacts.document import MANIFEST, Snapshot, listed, open_snapshot, parse
+from ..core.errors import DEFAULT, ArtifactError, SpecError, quote
 from ..core.hub_names import unlinked
 from ..core.ir.traced_module import TracedModule
 from ..core.reading import read_bytes
-from ..core.writing import folder as temporary_folder
+from ..core.writing import open_temporary_folder as temporary_folder
 from .card import card_of
 from .errors import hub_errors
 from .fetching import Repository
@@ -60,11 +60,11 @@ def push(
     """
     for key, value in (("name", name), ("base", base), ("license", license)):
         if not isinstance(value, str) and (key == "name" or value is not None):
-            raise SpecError(f"{key} must be text, not {shown(value)}")
+            raise SpecError(f"{key} must be text, not {quote(value)}")
     if not NAME.fullmatch(name):
-        raise ArtifactError(f"{shown(name)} is not the name of a repository: write 'user/name', of you or an organization")
+        raise ArtifactError(f"{quote(name)} is not the name of a repository: write 'user/name', of you or an organization")
     if base is not None and not BASE.fullmatch(base):
-        raise SpecError(f"base must be a repository on the hub, such as 'stabilityai/sdxl-turbo', not {shown(base)}")
+        raise SpecError(f"base must be a repository on the hub, such as 'stabilityai/sdxl-turbo', not {quote(base)}")
     with ExitStack() as stack:
         if isinstance(module, TracedModule):
             source = stack.enter_context(temporary_folder("fxplug-push-")) / "pushed" / "module"  # save locks the folder above
@@ -72,7 +72,7 @@ def push(
             save(module, source)
         else:
             source = _checked_folder(module)
-        files = stack.enter_context(snapshot(source))
+        files = stack.enter_context(open_snapshot(source))
         card = card_of(load(source, allow=allow, device="meta", digest=files.digest), name, base, license)
         with hub_errors(name, PUSHED):
             additions = [CommitOperationAdd(CARD, card.encode()), *_additions(source, files)]

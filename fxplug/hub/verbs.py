@@ -9,7 +9,7 @@ import typer
 
 import fxplug
 
-from ..core.cli.verbs import Allow, Debug, progress
+from ..core.cli.verbs import Allow, Debug, show_progress
 
 
 def push(
@@ -21,6 +21,6 @@ def push(
     debug: Debug = False,
 ) -> None:
     """Put a saved rewrite into a repository on the Hugging Face Hub, with a card; a new one where there is none."""
-    with progress("push"):
+    with show_progress("push"):
         commit = fxplug.push(folder, name, base, license, allow=allow or ())
     print(f"{name} is at {commit}")

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..core.errors import SpecError, did_you_mean
-from ..core.ir.graph import copy_graph, erase_unused, insert, meta_of, replace, set_argument
+from ..core.ir.graph import copy_graph, erase_unused, get_meta, insert, replace, set_argument
 from ..core.ir.traced_module import TracedModule, check_traced, strip_to_container
-from ..core.spec.addresses import identifier
+from ..core.spec.addresses import make_identifier
 from ..core.torch_internals.modules import BatchNorm, InstanceNorm
 from ..core.torch_internals.tensors import version
 
@@ -136,8 +136,8 @@ def _open(graph: fx.Graph, call: fx.Node, module: Any) -> None:
 def _read(graph: fx.Graph, call: fx.Node, name: str, tensor: Tensor | None) -> fx.Node | None:
     if tensor is None:
         return None
-    meta = {**meta_of(tensor), "nn_module_stack": call.meta.get("nn_module_stack")}
-    return insert(graph, "get_attr", name, before=call, name=identifier(name), meta=meta)
+    meta = {**get_meta(tensor), "nn_module_stack": call.meta.get("nn_module_stack")}
+    return insert(graph, "get_attr", name, before=call, name=make_identifier(name), meta=meta)
 
 
 def _owner(node: fx.Node) -> str | None:

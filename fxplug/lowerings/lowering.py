@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from ..core.errors import SpecError
-from ..core.extensions import Derivation, derivation_of
-from ..core.ir.containers import tensor_at
+from ..core.extensions import Derivation, get_derivation
+from ..core.ir.containers import find_tensor
 from ..core.ir.graph import copy_graph
 from ..core.ir.traced_module import TracedModule, strip_to_container
 from ..core.locks import with_read_lock
@@ -27,7 +27,7 @@ class Lowering(Derivation[TracedModule]):
 
     def saved_form(self, module: TracedModule) -> TracedModule:
         made = unlowered(module)
-        derivation = derivation_of(made)
+        derivation = get_derivation(made)
         return made if derivation is None else derivation.saved_form(made)
 
     def rebuild(self, module: TracedModule, change: Callable[[TracedModule], TracedModule]) -> TracedModule:
@@ -63,4 +63,4 @@ def unlowered(module: TracedModule) -> TracedModule:
 
 def tensor_of_source(module: TracedModule, name: str) -> Tensor | None:
     """A parameter or buffer of a lowered module by the name that it has in the state dict of its source."""
-    return tensor_at(module, module.meta.get("originals", {}).get(name, name))
+    return find_tensor(module, module.meta.get("originals", {}).get(name, name))

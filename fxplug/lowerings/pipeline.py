@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..core.errors import MatchError, SpecError, did_you_mean, shown
+from ..core.errors import MatchError, SpecError, did_you_mean, quote
 from ..core.extensions import DERIVATION
 from ..core.ir.traced_module import TracedModule
 from ..core.locks import with_read_lock
@@ -100,7 +100,7 @@ def _checked(gm: Any, merge: Any, fuse: Any, outline: Any) -> tuple[str | None, 
     fold.check_unlowered(gm, "lower")
     merge = "fold" if merge is True else None if merge is False else merge
     if merge is not None and merge not in MERGES:
-        finding = f"merge={shown(merge)} is not known{did_you_mean(merge, MERGES)}"
+        finding = f"merge={quote(merge)} is not known{did_you_mean(merge, MERGES)}"
         raise SpecError(f"{finding}; it must be None or one of {', '.join(MERGES)}")
     fuse = "auto" if fuse is True else fuse or None
     if fuse is not None:
@@ -110,7 +110,7 @@ def _checked(gm: Any, merge: Any, fuse: Any, outline: Any) -> tuple[str | None, 
     if outline in (True, "auto"):
         return merge, fuse, None
     if isinstance(outline, str) or not isinstance(outline, Sequence) or not all(isinstance(p, str) for p in outline):
-        raise SpecError(f"outline must be None, 'auto' or a list of path patterns, not {shown(outline)}")
+        raise SpecError(f"outline must be None, 'auto' or a list of path patterns, not {quote(outline)}")
     return merge, fuse, list(outline)
 
 

@@ -9,7 +9,7 @@ import typer
 
 import fxplug
 
-from ..core.cli.verbs import Allow, Debug, Set, Subject, load_saved, progress, read_config, rewritten, saved_call
+from ..core.cli.verbs import Allow, Debug, Set, Subject, load_saved, make_saved_call, read_config, run_rewrite, show_progress
 
 
 def tune(
@@ -23,11 +23,11 @@ def tune(
     """Measure the forms of each layer with an update on this device, and show the one that `lower` takes."""
     if Path(subject).is_dir():
         module = load_saved(subject, set, allow)
-        args, kwargs = saved_call(subject, module)
+        args, kwargs = make_saved_call(subject, module)
     else:
-        result = rewritten(read_config(subject, set), verify=False)
+        result = run_rewrite(read_config(subject, set), verify=False)
         module = result.module
         args, kwargs = result.inputs
-    with progress("measure"):
+    with show_progress("measure"):
         done = fxplug.tune(module, args, kwargs, compiled=compiled, turns=turns)
     print(done.listing)

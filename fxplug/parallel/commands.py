@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ..core.artifacts.artifact import save
-from ..core.cli.verbs import load_saved, progress, read_config
+from ..core.cli.verbs import load_saved, read_config, show_progress
 from ..core.errors import SpecError
 from ..core.flow import rewrite, saved_inputs
 from ..core.ir.traced_module import TracedModule
 from ..core.models.example_inputs import added_inputs, default_inputs
-from ..core.spec.run_config import Config, load_config, resolved
-from ..core.spec.saved_config import saved_config
+from ..core.spec.run_config import Config, load_config, resolve
+from ..core.spec.saved_config import read_saved_config
 from .comparison import degrees_of
 from .costs.plot import save_picture
 from .costs.prediction import fastest_plan, figures_of, format_figures, predict, table
@@ -37,8 +37,8 @@ def print_predictions(
     rows = []
     for side in pixels:
         grown = config.model_copy(update={"inputs": _grown(config.inputs, side, at or _side(config.inputs))})
-        result = rewrite(grown, dry_run=True, verify=False, progress=progress)
-        with progress(f"predict {side}"):
+        result = rewrite(grown, dry_run=True, verify=False, progress=show_progress)
+        with show_progress(f"predict {side}"):
             rows += predict(result.module, *result.inputs, devices, found, speed, side)
     kinds = {str(p.dtype).removeprefix("torch.") for p in result.module.parameters()}
     print(f"{', '.join(sorted(kinds))}, {format_figures(found, speed)}")
@@ -54,9 +54,9 @@ def fastest_degrees(subject: str, devices: int, link: str, speed: float, set: An
         module = load_saved(subject, set, allow)
         call = saved_inputs(subject, module)
     else:
-        result = rewrite(_unsplit(subject, set), dry_run=True, verify=False, progress=progress)
+        result = rewrite(_unsplit(subject, set), dry_run=True, verify=False, progress=show_progress)
         module, call = result.module, result.inputs
-    with progress("choose"):
+    with show_progress("choose"):
         plan = fastest_plan(module, *call, devices=devices, link=link, speed=speed, check=False)
     print("\n".join(plan.alternatives))
     return {axis: number for axis, number in plan.ways.items() if number > 1}
@@ -122,17 +122,17 @@ def plan_model(subject: str, ways: Mapping[str, int], dry: bool, set: list[str] 
     config = _with(read_config(subject, set), ways)
     if not any(isinstance(p, ParallelPass) for p in config.passes):
         raise SpecError(f"{subject} has no parallel degrees: give --ways ulysses=2, or a pass such as sequence_parallel")
-    result = rewrite(config, dry_run=dry, verify=False, progress=progress)
+    result = rewrite(config, dry_run=dry, verify=False, progress=show_progress)
     saved = None
     if not dry:
         inputs = {**default_inputs(config, result.base, result.inputs), **added_inputs(config, result.module)[1]}
-        saved = {**resolved(config), "inputs": inputs}
+        saved = {**resolve(config), "inputs": inputs}
     said = result.plan or (result.stepped and result.stepped.extra_repr()) or "one process: all degrees are 1"
     return result.module, said, result.inputs, saved
 
 
 def _of_folder(subject: str, module: TracedModule, ways: Mapping[str, int]) -> Any:
-    call, config = saved_inputs(subject, module), saved_config(subject)
+    call, config = saved_inputs(subject, module), read_saved_config(subject)
     said = module.meta.get("stepped", {})
     there = {axis: n for axis, n in (*degrees_of(module).items(), *said.items()) if axis in (*AXES, "ways") and n > 1}
     if there:
@@ -148,7 +148,7 @@ def _of_folder(subject: str, module: TracedModule, ways: Mapping[str, int]) -> A
     if "stages" in ways:
         module = with_steps(module, "pipefusion", ways)
         return module, in_steps(module, *call, check=False).extra_repr(), call, config
-    with progress("plan"):
+    with show_progress("plan"):
         settings: dict[str, Any] = dict(ways)
         plan = parallel_plan(module, *call, **settings, check=False)
     return parallelize(module, plan), plan, call, config

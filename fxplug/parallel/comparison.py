@@ -13,8 +13,18 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from ..core.errors import VerifyError
-from ..core.ir.comparison import RESULT, WITHIN, Difference, Outcome, copied, detached, difference, distance, numbers
-from ..core.ir.containers import leaves
+from ..core.ir.comparison import (
+    RESULT,
+    WITHIN,
+    Difference,
+    Outcome,
+    copy_inputs,
+    detach,
+    get_numbers,
+    measure_difference,
+    measure_distance,
+)
+from ..core.ir.containers import list_leaves
 from ..core.ir.traced_module import TracedModule, strip_to_container
 from ..core.rewriter.probe import GraphRun
 from ..core.verifier import Subject, is_split, need_values
@@ -100,7 +110,7 @@ def check_real(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any])
         mine = _result(gm, mode, args, kwargs, True)
         worst = max(worst, known.difference(mine, RESULT))
         for name, value in known.state.items():
-            off = difference(value, mine.state[name], WITHIN, known.dtypes)
+            off = measure_difference(value, mine.state[name], WITHIN, known.dtypes)
             if off.times > 1 and not first:
                 first = f"; the first value that differs is '{name}', by {off.distance:.1e}"
     told: list[Any] = [None] * dist.get_world_size()
@@ -149,7 +159,7 @@ def _run(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> Ou
             module._buffers[name] = None if buffer is None else buffer.detach().clone()
 
     with torch.no_grad():
-        run = GraphRun(tree, gm.graphs[mode], copied(bound(gm, args, kwargs)), keep=False)
+        run = GraphRun(tree, gm.graphs[mode], copy_inputs(bound(gm, args, kwargs)), keep=False)
         for node in run.graph.nodes:
             if any(_calls(gm, user, Broadcast) for user in node.users) and not _calls(gm, node, Broadcast):
                 with DRAWING, torch.random.fork_rng(devices=[]):  # the threads share the generators
@@ -159,11 +169,12 @@ def _run(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> Ou
                 value = run.step(node)
             if name_of(node) in EMPTY:  # what is not written yet is the same everywhere
                 value.zero_()
-            found.dtypes.update(leaf.dtype for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+            tensors = [leaf for leaf in list_leaves(value) if isinstance(leaf, Tensor)]
+            found.dtypes.update(tensor.dtype for tensor in tensors if tensor.is_floating_point())
             if node.op == "output":
                 found.out = value
             elif keep:
-                found.state[node.name] = detached(value)
+                found.state[node.name] = detach(value)
     return found
 
 
@@ -173,8 +184,8 @@ def _first(gm: TracedModule, mode: bool, one: Outcome, many: Sequence[Outcome]) 
         summand = _calls(gm, node, Once) or (node.users and all(_calls(gm, user, AllReduce) for user in node.users))
         if node.name not in one.state or summand:
             continue
-        values = [leaves(found.state[node.name]) for found in many]
-        for index, whole in enumerate(leaves(one.state[node.name])):
+        values = [list_leaves(found.state[node.name]) for found in many]
+        for index, whole in enumerate(list_leaves(one.state[node.name])):
             parts = [found[index] for found in values if index < len(found)]
             off = _together(whole, parts, one.dtypes)
             if off.times > 1:
@@ -195,10 +206,10 @@ def _together(whole: Any, parts: Sequence[Any], dtypes: set[torch.dtype]) -> Dif
     if not isinstance(whole, Tensor) or not all(isinstance(part, Tensor) for part in parts) or not whole.numel():
         return Difference()  # a number that hangs on sizes
     if all(part.shape == whole.shape for part in parts):
-        return max(difference(whole, part, WITHIN, dtypes) for part in parts)
-    held = torch.cat([numbers(part) for part in parts])
-    wanted = numbers(whole)
+        return max(measure_difference(whole, part, WITHIN, dtypes) for part in parts)
+    held = torch.cat([get_numbers(part) for part in parts])
+    wanted = get_numbers(whole)
     if len(held) % len(wanted):
         return Difference()  # parts that overlap
-    off = distance(wanted.repeat(len(held) // len(wanted)).sort().values, held.sort().values)
+    off = measure_distance(wanted.repeat(len(held) // len(wanted)).sort().values, held.sort().values)
     return Difference(off / WITHIN.shares(whole, dtypes)[0], off)

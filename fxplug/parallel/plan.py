@@ -13,11 +13,11 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.capture.self_check import has_values
-from ..core.errors import FxplugError, SpecError, VerifyError, brief_fields, outline
-from ..core.ir.comparison import copied
-from ..core.ir.containers import call_of
+from ..core.errors import FxplugError, SpecError, VerifyError, cut_lines, format_fields
+from ..core.ir.comparison import copy_inputs
+from ..core.ir.containers import make_call
 from ..core.ir.graph import Graph, copy_graph
-from ..core.ir.traced_module import TracedModule, copied_graphs, strip_to_container
+from ..core.ir.traced_module import TracedModule, copy_graphs, strip_to_container
 from ..core.rewriter.probe import GraphRun
 from .comparison import check_pretended, pretending
 from .local_weights import localize
@@ -58,7 +58,7 @@ class Plan:
     away: float | None = None  # how far an output was from one process's, once that was looked at
     alternatives: list[str] = field(default_factory=list, repr=False)  # what other ways would cost, where it was chosen
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     @property
     def share(self) -> float:
@@ -159,7 +159,7 @@ class Plan:
         return new
 
     def __str__(self) -> str:
-        return outline(self.listing)
+        return cut_lines(self.listing)
 
     @property
     def listing(self) -> str:
@@ -233,7 +233,7 @@ def parallel_plan(
     if any(isinstance(module, Collective) for module in gm.modules()):
         raise SpecError("this module is parallel already: make one plan with all degrees for the module that it was made from")
     ways = all_degrees({"ulysses": ulysses, "ring": ring, "batch": batch, "tensor": tensor, "rows": rows})
-    call = call_of(args, kwargs)
+    call = make_call(args, kwargs)
     gm = in_both_modes(gm) if math.prod(ways.values()) > 1 else gm
     modes = sorted(gm.graphs, key=lambda mode: mode != gm._graph_mode)
     try:
@@ -249,7 +249,7 @@ class _Twin(Exception):
 
 
 def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], split: Any, check: bool) -> Plan:
-    plan, (args, kwargs) = Plan(ways, [], mark_of(gm), modes[0], gm, call, split, copied_graphs(gm)), call
+    plan, (args, kwargs) = Plan(ways, [], mark_of(gm), modes[0], gm, call, split, copy_graphs(gm)), call
     every = {**ways, SEQUENCE: ways["ulysses"] * ways["ring"]}
     for axis in ("batch", "rows", SEQUENCE, "tensor"):
         number = every[axis]
@@ -349,7 +349,7 @@ def list_costs(rows: Sequence[tuple[str, int, int]]) -> list[str]:
 def costs(gm: TracedModule, mode: bool, args: Any, kwargs: Any) -> list[tuple[str, int, int]]:
     """Return node, calls and bytes sent of each collective in a call, in this real or simulated process."""
     with torch.no_grad(), in_one_mode(mode, gm):
-        rows = sent_by_nodes(gm, gm.graphs[mode], copied(bound(gm, args, kwargs)))
+        rows = sent_by_nodes(gm, gm.graphs[mode], copy_inputs(bound(gm, args, kwargs)))
     return [(node.name, len(numbers), sum(numbers)) for node, numbers in rows]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..core.capture.isolation import in_mode
-from ..core.errors import SpecError, brief_fields, did_you_mean
+from ..core.capture.isolation import switch_mode
+from ..core.errors import SpecError, did_you_mean, format_fields
 from ..core.ir.graph import Graph, copy_graph
 from ..core.ir.traced_module import TracedModule, strip_to_container
 from ..core.rewriter.graft import Traces
@@ -40,7 +40,7 @@ class Stage:
     modes: dict[bool, ShardingPlan]
     opens: frozenset[str] = frozenset()  # layers whose weights come into the graph
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     @property
     def name(self) -> str:
@@ -88,7 +88,7 @@ def _plan_graph(
 @contextlib.contextmanager
 def in_one_mode(mode: bool, gm: TracedModule) -> Iterator[None]:
     """Switch to one mode inside the context, for a model with a graph for each, and restore its state after it."""
-    with restore_state(gm), in_mode(mode, gm) if len(gm.graphs) == 2 else contextlib.nullcontext():
+    with restore_state(gm), switch_mode(mode, gm) if len(gm.graphs) == 2 else contextlib.nullcontext():
         yield
 
 

@@ -10,8 +10,8 @@ import typer
 
 import fxplug
 
-from ..core.cli.verbs import Allow, Debug, Set, Subject, progress
-from ..core.errors import SpecError, did_you_mean, shown
+from ..core.cli.verbs import Allow, Debug, Set, Subject, show_progress
+from ..core.errors import SpecError, did_you_mean, quote
 from .plan_options import AXES
 
 
@@ -70,7 +70,7 @@ def parallel(
     if plan_only:
         return
     if check or isinstance(plan, fxplug.Plan):
-        with progress("check"):
+        with show_progress("check"):
             print(commands.check_plan(module, plan, call, on_processes=check))
     if out is not None:
         commands.save_in_first(module, out, config)
@@ -88,21 +88,21 @@ def _count(devices: str) -> int:
 def _numbers(text: str, name: str, least: int = 1) -> list[int]:
     found = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) >= least for part in found):
-        raise SpecError(f"{name} {shown(text)}: must be whole numbers, {least} or more, such as {least * 2},{least * 4}")
+        raise SpecError(f"{name} {quote(text)}: must be whole numbers, {least} or more, such as {least * 2},{least * 4}")
     return sorted({int(part) for part in found})
 
 
 def parse_degrees(text: str) -> dict[str, int]:
     """Parse `ulysses=2,ring=2` as numbers. Raises SpecError."""
     found: dict[str, int] = {}
-    here = f"--ways {shown(text)}: "
+    here = f"--ways {quote(text)}: "
     for item in filter(None, text.split(",")):
         axis, _, number = (part.strip() for part in item.partition("="))
         if axis not in AXES:
-            raise SpecError(f"{here}no axis {shown(axis)}{did_you_mean(axis, AXES)}; there are {', '.join(AXES)}")
+            raise SpecError(f"{here}no axis {quote(axis)}{did_you_mean(axis, AXES)}; there are {', '.join(AXES)}")
         if axis in found:
             raise SpecError(f"{here}'{axis}' is given twice")
         if not number.isdecimal() or int(number) < 1:
-            raise SpecError(f"{here}{axis} must be a whole number, 1 or more, not {shown(number)}")
+            raise SpecError(f"{here}{axis} must be a whole number, 1 or more, not {quote(number)}")
         found[axis] = int(number)
     return found

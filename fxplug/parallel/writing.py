@@ -9,12 +9,12 @@ from typing import Any
 from torch import fx, nn
 
 from ..core.ir.containers import Container
-from ..core.ir.functions import attention_arguments
-from ..core.ir.graph import Graph, change, erase_unused, insert, meta_of, redirect, replace, rewire
+from ..core.ir.functions import bind_attention
+from ..core.ir.graph import Graph, change, erase_unused, get_meta, insert, redirect, replace, rewire
 from ..core.rewriter.editor import ROOT
-from ..core.rewriter.graft import head
-from ..core.rewriter.sites import nodes_in
-from ..core.spec.addresses import identifier
+from ..core.rewriter.graft import find_last_input
+from ..core.rewriter.sites import list_nodes
+from ..core.spec.addresses import make_identifier
 from .planning.sharding_plan import ShardingPlan
 from .planning.streams import ArgumentSplit, Leaf, Placement, StreamNumber
 from .planning.trials import name_of, normed, numbered
@@ -84,8 +84,8 @@ class PlanWriter:
         """Insert a call of a collective on a value and the sizes of its streams, `after` a node or `before` one."""
         path = self.block(kind, *settings)
         args = (value, *(self.size(stream) for stream in streams))
-        known = meta_of(value) if isinstance(value, fx.Node) else None
-        node = insert(self.graph, "call_module", path, args, **{"name": identifier(path), "meta": known, **where})
+        known = get_meta(value) if isinstance(value, fx.Node) else None
+        node = insert(self.graph, "call_module", path, args, **{"name": make_identifier(path), "meta": known, **where})
         return self.marked(node, like or value, kind.__name__)
 
     def plain(self, op: str, target: Any, args: Any, like: fx.Node, **place: Any) -> fx.Node:
@@ -122,7 +122,7 @@ class PlanWriter:
                 self.sizes[stream] = self.found.sizes[stream]
                 return self.sizes[stream]
             origin = self.twin[one.name]
-            after = head(self.graph) if origin.op == "placeholder" else origin
+            after = find_last_input(self.graph) if origin.op == "placeholder" else origin
             size = self.plain("call_method", "size", (origin, dim), origin, after=after)
             if (inner := self.found.grains.get(one, 1)) > 1:
                 size = self.plain("call_function", operator.floordiv, (size, inner), origin, after=size)
@@ -146,10 +146,10 @@ class PlanWriter:
                 settings += (self.found.divisor, self.found.rest) if self.found.divisor > 1 else ()
             elif self.axis == "batch" and self.found.samples_are_apart():
                 settings += (None, 1, 0, True)
-            after = max(self.size(stream), head(self.graph) if twin.op == "placeholder" else twin)
+            after = max(self.size(stream), find_last_input(self.graph) if twin.op == "placeholder" else twin)
             cut = self.call(Split, settings, twin, (stream,), after=after)
-        sizes = nodes_in(list(self.sizes.values()))
-        redirect(twin, cut, keep={*sizes, *nodes_in([size.args for size in sizes])})
+        sizes = list_nodes(list(self.sizes.values()))
+        redirect(twin, cut, keep={*sizes, *list_nodes([size.args for size in sizes])})
         self.now[self.twin[node.name]] = cut
 
     def part(self, place: Placement) -> tuple[Any, ...]:
@@ -198,7 +198,7 @@ class PlanWriter:
             args, kwargs = numbered((twin.args, twin.kwargs), argument)
             change(twin, args=args, kwargs=kwargs)
         if step.add or step.same:
-            after = max([twin, *nodes_in([self.size(stream) for stream in step.mean])])
+            after = max([twin, *list_nodes([self.size(stream) for stream in step.mean])])
             kind = Broadcast if step.same else AllReduceMean if step.mean else AllReduce
             total = self.call(kind, (self.axis,), twin, step.mean, after=after)
             self.instead(twin, total)
@@ -295,11 +295,11 @@ class PlanWriter:
         asked = {"numel": Numel, "size": GlobalSize if len(one.args) + len(one.kwargs) == 2 else None}.get(str(one.target))
         if asked is not None and place is not None:
             streams = place.layout.streams
-            after = max([twin, *nodes_in([self.size(stream) for stream in streams])])
+            after = max([twin, *list_nodes([self.size(stream) for stream in streams])])
             made = self.call(asked, (self.axis, place.dim), self.node(source), streams, after=after)
         else:
             given = {n: self.full_result(n, twin) for n in one.all_input_nodes}
-            after = max([twin, *nodes_in(list(given.values()))])
+            after = max([twin, *list_nodes(list(given.values()))])
             args, kwargs = fx.node.map_arg((one.args, one.kwargs), given.__getitem__)
             made = self.plain(one.op, one.target, args, twin, kwargs=kwargs, after=after)
         self.made[key] = made
@@ -313,7 +313,7 @@ class PlanWriter:
 
     def attention(self, node: fx.Node, twin: fx.Node, table: Mapping[fx.Node, Any]) -> None:
         """Replace a node by attention over all processes' tokens."""
-        given = attention_arguments(node)
+        given = bind_attention(node)
         query, key = (self.found.place(given[name]) for name in ("query", "key"))
         assert query is not None and key is not None
         values = [self.node(given[name]) for name in ("query", "key", "value")]

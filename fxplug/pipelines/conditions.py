@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import SpecError, brief_fields
+from ..core.errors import SpecError, format_fields
 from ..core.torch_internals import trees as pytree
 from .latent_maps import flatten_tensors
 from .observation import Observation, call_pipeline
@@ -51,7 +51,7 @@ class Batching:
     dims: Mapping[Path, int]
     lists: frozenset[str]
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     def form(self, call: Call) -> str:
         """Return a text that calls have in common if, and only if, they can be joined to one: shapes, and values that samples

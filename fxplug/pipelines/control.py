@@ -18,7 +18,7 @@ from torch import nn
 from ..core.artifacts.artifact import load
 from ..core.errors import ArtifactError, GuardError, SpecError, TraceError
 from ..core.ir.traced_module import TracedModule
-from ..core.reading import opened
+from ..core.reading import open_regular_file
 
 META = "control"  # of a graph with networks: the settings of each
 FILE = "control.json"
@@ -184,7 +184,7 @@ def load_part(folder: str | os.PathLike[str], **options: Any) -> Any:
     file = Path(folder) / FILE
     if not file.is_file():
         return load(folder, **options)
-    with opened(file, LIMIT) as stream:
+    with open_regular_file(file, LIMIT) as stream:
         try:
             found = json.loads(stream.read())
             return stand_in(bool(found["several"]), list(found["configs"]), torch.float32, "cpu")

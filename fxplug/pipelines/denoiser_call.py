@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import SpecError, brief_fields
+from ..core.errors import SpecError, format_fields
 from ..core.torch_internals import trees as pytree
 from .conditions import Batching, Call, encode_condition, find_batching
 from .latent_maps import BatchedMap, flatten_tensors
@@ -28,7 +28,7 @@ class SampleCondition:
     form: str
     own: Tensor | None = None
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     def to(self, device: torch.device) -> SampleCondition:
         """Return the condition on a device."""

@@ -16,9 +16,9 @@ from torch import nn
 
 from ..core.artifacts.artifact import save
 from ..core.capture.retracer import with_retracer
-from ..core.errors import SpecError, TraceError, shown
+from ..core.errors import SpecError, TraceError, quote
 from ..core.ir import context_managers
-from ..core.ir.entry_checks import signature_of
+from ..core.ir.entry_checks import get_signature
 from ..core.ir.traced_module import TracedModule
 from ..core.ir.variants import LIMIT, Variants, as_kind
 from .control import load_part
@@ -97,7 +97,7 @@ class PipelinePart(Variants):
 
     def add_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
         """Add a variant as any module with variants does. Raises TraceError for a LoRA scale that no pass would use."""
-        if name := _unseen_scale(self.meta.get("passes"), signature_of(self).bind(*args, **kwargs).arguments):
+        if name := _unseen_scale(self.meta.get("passes"), get_signature(self).bind(*args, **kwargs).arguments):
             raise TraceError(
                 f"'scale' in {name} is the strength of LoRA layers of another library, which passes do not use: "
                 f"{INSTEAD['set_adapters']}"
@@ -171,7 +171,7 @@ def pipeline_part(gm: TracedModule, model: nn.Module | None = None, limit: int =
         SpecError: As `variants`.
     """
     if not isinstance(gm, TracedModule):
-        raise SpecError(f"pipeline_part takes a traced module, not {shown(gm, 80)}: fxplug.trace makes one")
+        raise SpecError(f"pipeline_part takes a traced module, not {quote(gm, 80)}: fxplug.trace makes one")
     kind = _class_of(gm)
     part = as_kind(_part_class(kind), gm)
     if contexts := context_managers.names_of(kind):  # what earlier versions have saved does not know them
@@ -302,7 +302,7 @@ def _set(module: PipelinePart, names: str | list[str], weights: Any = None) -> N
     values = list(weights) if isinstance(weights, (list, tuple)) else [weights] * len(names)
     if odd := [value for value in values if value is not None and not isinstance(value, (int, float))]:
         raise SpecError(
-            f"set_adapters: {shown(odd[0])} is not a number: slots have one strength for all layers; for other strengths apply "
+            f"set_adapters: {quote(odd[0])} is not a number: slots have one strength for all layers; for other strengths apply "
             "a second pass, with another name, to some layers"
         )
     known = module.adapters.names

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import SpecError, did_you_mean, shown
-from ..core.ir.containers import leaves, map_leaves
+from ..core.errors import SpecError, did_you_mean, quote
+from ..core.ir.containers import list_leaves, map_leaves
 from .opening import is_modular, quiet, quoted
 from .tracing import first_calls
 
@@ -122,7 +122,7 @@ class ExampleCall:
     def _failed(self, error: Exception) -> SpecError:
         """Return the error for a call that the pipeline refuses: with the argument that it is, and the sizes that it takes."""
         kind = type(self.pipe).__name__
-        said = ", ".join(f"{name}={shown(value, 40)}" for name, value in self.arguments.items())
+        said = ", ".join(f"{name}={quote(value, 40)}" for name, value in self.arguments.items())
         finding = f"{kind} cannot be called with {said}: {quoted(error)}"
         sides = [side for name in SIDES if isinstance(side := self.arguments.get(name), int)]
         taken = self._accepted(max(sides)) if sides else []
@@ -132,7 +132,7 @@ class ExampleCall:
         for name, value in self.arguments.items():
             rest = {key: other for key, other in self.arguments.items() if key != name}
             if name != "prompt" and replace(self, arguments=rest)._sizes({}) is not None:
-                finding = f"{kind} cannot take {shown(value, 40)} as '{name}': {quoted(error)}"
+                finding = f"{kind} cannot take {quote(value, 40)} as '{name}': {quoted(error)}"
                 return SpecError(finding, path=self.where if name in SIDES else ("model", "call", name))
         return SpecError(finding, path=("model", "call"))
 
@@ -162,7 +162,7 @@ class ExampleCall:
         with quiet(), torch.no_grad():
             made = self.pipe(**{**self.arguments, **steps, **kind})
         results = [made.get(key) for key in RESULTS] if is_modular(self.pipe) else list(made.values())
-        picture = next((leaf for leaf in leaves(results) if isinstance(leaf, torch.Tensor)), None)
+        picture = next((leaf for leaf in list_leaves(results) if isinstance(leaf, torch.Tensor)), None)
         if picture is None or picture.dim() < 2:
             return int(self.arguments[name])
         return int(picture.shape[SIDES.index(name) - 2])
@@ -179,7 +179,7 @@ def call_arguments(pipe: Any, given: Mapping[str, Any], size: tuple[int, int] | 
             hint = did_you_mean(name, parameters) or f"; it has {', '.join(parameters)}"
             raise SpecError(f"{type(pipe).__name__} takes no argument '{name}'{hint}", path=("model", "call", name))
         if name in COUNTS and (type(given[name]) is not int or given[name] < 1):
-            raise SpecError(f"must be a whole number above 0, not {shown(given[name])}", path=("model", "call", name))
+            raise SpecError(f"must be a whole number above 0, not {quote(given[name])}", path=("model", "call", name))
     call = dict(given)
     if "prompt" in parameters and not any("prompt" in name and "negative" not in name for name in call):
         call["prompt"] = PROMPT
@@ -210,7 +210,7 @@ def encoding_once(pipe: Any) -> Iterator[None]:
         return
 
     def encode_once(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(leaf, (torch.Tensor, nn.Module)) for leaf in leaves((args, kwargs))):
+        if any(isinstance(leaf, (torch.Tensor, nn.Module)) for leaf in list_leaves((args, kwargs))):
             return encode(*args, **kwargs)
         key = repr((args, kwargs))
         if key not in kept:

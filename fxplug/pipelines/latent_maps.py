@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import brief_fields
+from ..core.errors import format_fields
 from ..core.torch_internals import trees as pytree
 
 DIGIT = 16  # the base of the codes: half precision, which rounds factors by 2**-8, still tells digits below 16
@@ -35,7 +35,7 @@ class LatentMap:
     source: torch.Size
     like: Any
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     def __call__(self, source: Tensor, like: Any = None) -> Any:
         """Return the result for the latents of one sample.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import SpecError, brief_fields, did_you_mean, first_line
+from ..core.errors import SpecError, did_you_mean, format_fields, get_first_line
 from ..core.torch_internals import trees as pytree
 from .latent_maps import LatentMap, MapError, codes, flatten_tensors, solve_map
 from .recorded_run import RecordedRun, RecordedStep, arguments_of, check_arguments, record_run
@@ -60,7 +60,7 @@ class Observation:
     others: tuple[str, ...] = ()
     steps: int = STEPS
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     def model_time(self, time: Tensor) -> Tensor:
         """Return the denoiser's times for those of the scheduler, in the same dtype."""
@@ -159,12 +159,12 @@ def call_pipeline(pipe: Any, call: Mapping[str, Any], *, steps: int = STEPS, **o
         raise
     except Exception as error:  # the pipeline's, about any of its arguments
         if options.get("latents") is not None:
-            why = f"it takes more of a step than the next latents: {type(error).__name__}: {first_line(error)}"
+            why = f"it takes more of a step than the next latents: {type(error).__name__}: {get_first_line(error)}"
             raise _refused(pipe, "scheduler", why) from error
         named = next((name for name in call if f"`{name}`" in str(error) or f"'{name}'" in str(error)), None)
         given = f"this '{named}'" if named else ", ".join(call) or "nothing"
         what = f"a call of {type(pipe).__name__} with {given}, of {steps} steps of its scheduler, fails"
-        finding = f"{what}: {type(error).__name__}: {first_line(error)}"
+        finding = f"{what}: {type(error).__name__}: {get_first_line(error)}"
         raise SpecError(finding, path=("model", "call")) from error
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import SpecError, did_you_mean, shown
+from ..core.errors import SpecError, did_you_mean, quote
 from ..core.reading import read_json
 from ..core.spec.model_section import CHECKPOINTS, INDEX, check_pipeline_folder
 
@@ -203,7 +203,7 @@ def _modules(pipe: Any) -> dict[str, nn.Module]:
 def _index(folder: Path) -> dict[str, Any]:
     found = read_json(folder / INDEX[0], lambda finding: SpecError(f"'{folder / INDEX[0]}' {finding}", path=("model",)))
     if not isinstance(found, dict):
-        raise SpecError(f"'{folder / INDEX[0]}' must be a mapping of parts, not {shown(found)}", path=("model", "pipeline"))
+        raise SpecError(f"'{folder / INDEX[0]}' must be a mapping of parts, not {quote(found)}", path=("model", "pipeline"))
     return found
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..core.errors import FxplugError, SpecError, did_you_mean
-from ..core.ir.entry_checks import refusal
+from ..core.ir.entry_checks import find_refusal
 from ..core.ir.traced_module import TracedModule
 from ..core.models.built_model import BuiltModel
 from ..core.models.factory import torch_device
@@ -59,7 +59,7 @@ def build_pipeline_model(config: Config, *, device: str | None = None) -> BuiltM
         made = pipeline_part(traced, model, FORMS)
         with encoding_once(pipe):
             for given in () if device == "meta" else call.forms():
-                if all(refusal(each, *given) is not None for each in made.modules_by_form):
+                if all(find_refusal(each, *given) is not None for each in made.modules_by_form):
                     made.add_variant(*given)
         return made
 

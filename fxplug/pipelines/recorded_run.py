@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import SpecError, brief_fields, did_you_mean
+from ..core.errors import SpecError, did_you_mean, format_fields
 from ..core.torch_internals import trees as pytree
 from .latent_maps import flatten_tensors, unflatten_tensors
 from .opening import quiet
@@ -36,7 +36,7 @@ class RecordedStep:
     sample: Tensor
     prediction: Any
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
 @dataclass
@@ -51,7 +51,7 @@ class RecordedRun:
     final: Tensor | None = None
     changed: bool = False
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
 def components_of(pipe: Any) -> dict[str, Any]:

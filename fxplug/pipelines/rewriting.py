@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, count
 from typing import Any, TypeVar
 
-from ..adapters.file_passes import adapter_pass
+from ..adapters.file_passes import make_adapter_pass
 from ..adapters.files import read
-from ..core.errors import ArtifactError, SpecError, did_you_mean, shown
+from ..core.errors import ArtifactError, SpecError, did_you_mean, quote
 from ..core.ir.traced_module import TracedModule
 from ..core.rewriter.applying import apply
 from ..core.spec.rules import Pass
@@ -64,12 +64,12 @@ def rewrite_pipeline(
     for what, given in (("passes", passes), ("adapters", adapters)):
         if not isinstance(given, (Mapping, type(None))):
             named = "the models' names" if what == "passes" else "their own names"
-            raise SpecError(f"{what} must be a mapping by {named}, not {shown(given)}: {EXAMPLES[what]}")
+            raise SpecError(f"{what} must be a mapping by {named}, not {quote(given)}: {EXAMPLES[what]}")
     check_pipeline(pipe)
     wanted = {name: list(_listed(given, name)) for name, given in (passes or {}).items()}
     for name, files in _by_part(pipe, adapters or {}).items():
         settings = {"files": files, "name": _free(getattr(pipe, name)), **({} if slots is None else {"slots": slots})}
-        wanted.setdefault(name, []).append(adapter_pass(settings))
+        wanted.setdefault(name, []).append(make_adapter_pass(settings))
     parts = [*wanted, *(["unet"] if join and "unet" not in wanted else [])] or None
     made = trace_pipeline(pipe, parts=parts, join=join, variants=variants, **call)
     for name, own in wanted.items():
@@ -94,7 +94,7 @@ def _free(model: Any) -> str:
 def _listed(given: Any, name: str) -> Iterable[Pass]:
     found = [given] if isinstance(given, Pass) else given
     if isinstance(found, (str, Mapping)) or not isinstance(found, Iterable):
-        raise SpecError(f"'{name}' must have passes, such as load_pass returns, not {shown(given)}")
+        raise SpecError(f"'{name}' must have passes, such as load_pass returns, not {quote(given)}")
     return found
 
 
@@ -105,7 +105,7 @@ def _by_part(pipe: Any, adapters: Mapping[str, Any]) -> dict[str, dict[str, Any]
     for adapter, path in adapters.items():
         if not isinstance(path, (str, os.PathLike)):
             raise SpecError(
-                f"adapter {shown(adapter)} must be a file or a folder, not {shown(path)}: for a loaded state dict use "
+                f"adapter {quote(adapter)} must be a file or a folder, not {quote(path)}: for a loaded state dict use "
                 "trace_pipeline, pass_for and adapters.load"
             )
         for part in read(path, meta=True).parts:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..core.cli.verbs import Debug, progress
+from ..core.cli.verbs import Debug, show_progress
 from ..core.errors import SpecError, did_you_mean
 from ..core.spec.pass_file import recipes
 from ..core.spec.yaml_source import parse_yaml
@@ -83,7 +83,7 @@ def _looked_at(source: str, part: str | None, call: dict[str, Any], size: tuple[
     from .observation import confirm, denoisers_of, observe
     from .opening import open_pipeline
 
-    with progress("opening the pipeline"):
+    with show_progress("opening the pipeline"):
         pipe = open_pipeline(source)
     arguments = call_arguments(pipe, call, size)
     parts: list[str | None] = [part]
@@ -91,7 +91,7 @@ def _looked_at(source: str, part: str | None, call: dict[str, Any], size: tuple[
         parts = [*denoisers_of(pipe, arguments)[0]] or parts
     texts = []
     for each in parts:
-        with progress(f"observing {each or 'the pipeline'}"):
+        with show_progress(f"observing {each or 'the pipeline'}"):
             found = observe(pipe, arguments, each)
             worst = f"{confirm(pipe, found):.0e}".replace("e-0", "e-").replace("0e+00", "0")
         texts.append(f"{found.describe()}\nconfirmed on real steps ({worst})")

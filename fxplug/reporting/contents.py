@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..core.errors import brief_fields
+from ..core.errors import format_fields
 
 State = Literal["kept", "added", "gone"]
 
@@ -124,7 +124,7 @@ class Page:
     files: dict[str, dict[str, str]] = field(default_factory=dict)
     trouble: str = ""
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import nn
 from ..blocks.step_marks import Mark
 from ..core.errors import ArtifactError, FxplugError, SpecError
 from ..core.flow import load_run_record
-from ..core.ir.traced_module import TracedModule, class_names
+from ..core.ir.traced_module import TracedModule, list_class_names
 from ..core.reading import read_json
 from ..core.verifier import Report, is_split
 from ..lowerings.pipeline import layer_forms
@@ -130,10 +130,10 @@ def _sites(module: TracedModule, entry: Mapping[str, Any], after: Listing, added
             SiteRow(
                 owner=str(entry["name"]),
                 path=path,
-                label=class_names(there)[0] if there is not None else node.label if node is not None else "",
+                label=list_class_names(there)[0] if there is not None else node.label if node is not None else "",
                 place=str(site.get("place", "")),
                 shapes=_shapes(blocks.get(block) or blocks.get(path), after),
-                block=class_names(own)[0] if own is not None else block,
+                block=list_class_names(own)[0] if own is not None else block,
                 parameters=sum(p.numel() for p in own.parameters()) if own is not None else 0,
                 at=path if there is not None or node is None else node.level[-1],
             )

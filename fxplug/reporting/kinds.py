@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..core.ir.text import patterns
+from ..core.ir.text import find_patterns
 from .contents import Arrow, Box, GraphLine, RegionKind, State
 from .records import Listing, NodeText
 
@@ -271,7 +271,7 @@ def _repeat(periods: list[list[Box]]) -> Box:
     for box in (box for each in periods for box in each):
         blocks.update(box.blocks)
     each = [box for period in periods for box in period]
-    names = patterns([period[index].name for period in periods])
+    names = find_patterns([period[index].name for period in periods])
     name = names[0].text if len(names) == 1 else main.name
     return Box(
         name, "repeat", main.label, main.state, last[index].shape, last[index].dtype, main.owner,

@@ -10,9 +10,9 @@ from typing import Any
 from torch import fx
 
 from ..core.ir import functions, ops
-from ..core.ir.graph import added, without_edges
+from ..core.ir.graph import is_added, without_edges
 from ..core.ir.regions import Regions
-from ..core.ir.text import line
+from ..core.ir.text import format_node
 from ..core.ir.traced_module import TracedModule
 
 
@@ -62,20 +62,20 @@ def listing(module: TracedModule) -> Listing:
     for node in module.graph.nodes:
         stack = tuple(node.meta.get("nn_module_stack") or ("",))
         port = node.meta.get("port")
-        if node.op == "call_module" and not added(node) and len(stack) > 1:
+        if node.op == "call_module" and not is_added(node) and len(stack) > 1:
             stacks[stack[-1]] = stack
             stack = stack[:-1]
         elif node.target is ops.edge and port is not None:  # one that a pass put between two of its values has no port
             name = ".".join(map(str, port.keys)) or "result"
             ports.setdefault(port.path, {})[f"{port.side}:{_through(node).name}"] = name
-        if not added(node):
+        if not is_added(node):
             stacks.update({stack[i]: stack[: i + 1] for i in range(len(stack)) if stack[i] not in stacks})
         levels[node.name] = stack
     records = {}
     for node in plain.nodes:
         made = node.meta.get("pass", {}) if "pass" in node.meta else {}
         level = levels.get(node.name, ("",))
-        if added(node) and len(level) == 1:
+        if is_added(node) and len(level) == 1:
             level = _beside(str(made.get("site", "")), str(made.get("place", "")), stacks, leaves, levels)
         records[node.name] = _record(module, regions, node, level, made)
     paths = {key: key.partition("@")[0] for key in stacks}
@@ -106,14 +106,14 @@ def _record(module: TracedModule, regions: Regions, node: fx.Node, level: tuple[
     kind = kinds.get(node.op, "op" if shape is not None or any("shape" in user.meta for user in _members(node)) else "note")
     if kind == "input" and shape is None and not made and not any("shape" in user.meta for user in _members(node)):
         kind = "note"
-    if added(node) and kind in ("op", "layer"):
+    if is_added(node) and kind in ("op", "layer"):
         kind = "block"
     if node.op == "call_module":
         path = str(node.target)
         label = regions.classes(path)[0]
     else:
         path = str(node.target) if node.op in ("get_attr", "placeholder") else ""
-        name = functions.names().get(node.target) or getattr(node.target, "__name__", str(node.target))
+        name = functions.name_functions().get(node.target) or getattr(node.target, "__name__", str(node.target))
         label = str(name).rpartition(".")[2]
     return NodeText(
         name=node.name,
@@ -121,14 +121,14 @@ def _record(module: TracedModule, regions: Regions, node: fx.Node, level: tuple[
         label=label,
         level=level,
         reads=tuple(n.name for n in node.all_input_nodes),
-        line=line(node),
+        line=format_node(node),
         path=path,
         shape=None if shape is None else tuple(int(size) for size in shape),
         dtype=str(node.meta.get("dtype", "")).removeprefix("torch."),
         owner=str(made.get("name", "")),
         site=str(made.get("site", "")),
         whole=node.all_input_nodes[0].name if is_member and shape is not None else "",
-        behind=str(node.meta.get("behind", "")) if added(node) else "",
+        behind=str(node.meta.get("behind", "")) if is_added(node) else "",
     )
 
 

@@ -11,7 +11,7 @@ import typer
 
 import fxplug
 
-from ..core.cli.verbs import Allow, Debug, Set, Subject, progress, read_config, rewritten
+from ..core.cli.verbs import Allow, Debug, Set, Subject, read_config, run_rewrite, show_progress
 from ..core.errors import SpecError
 
 
@@ -34,11 +34,11 @@ def report(
     if path.is_dir():
         if set:
             raise typer.BadParameter("--set changes a configuration, and this is a folder")
-        with progress("report"):
+        with show_progress("report"):
             page = report_folder(path, target, allow=allow or ())
     else:
-        result = rewritten(read_config(subject, set), dry_run=True)
-        with progress("report"):
+        result = run_rewrite(read_config(subject, set), dry_run=True)
+        with show_progress("report"):
             page = fxplug.report(result.base, result.module, target, checks=result.report)
     if page.trouble:
         print(f"{subject} cannot be shown; the page has the reason: {page.trouble.splitlines()[0]}", file=sys.stderr)

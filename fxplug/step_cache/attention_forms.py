@@ -15,10 +15,10 @@ from torch import fx, nn
 
 from ..blocks.windowed_attention import Attend
 from ..core.errors import SpecError
-from ..core.ir.functions import attention_arguments
+from ..core.ir.functions import bind_attention
 from ..core.ir.graph import Graph, copy_graph, erase, redirect, replace, set_argument
-from ..core.ir.subgraphs import members
-from ..core.spec.addresses import identifier
+from ..core.ir.subgraphs import collect_nodes
+from ..core.spec.addresses import make_identifier
 from .slices import DataFlow
 from .steps import put, put_check
 
@@ -50,10 +50,10 @@ class MarkedRegion:
         return bool(self.attentions) and all(map(_plain, self.attentions))
 
 
-def places_of(graph: fx.Graph, root: nn.Module) -> dict[str, MarkedRegion]:
+def find_places(graph: fx.Graph, root: nn.Module) -> dict[str, MarkedRegion]:
     """Return the marked regions of a graph, in its order. Raises SpecError if there are none."""
     found: dict[str, MarkedRegion] = {}
-    regions = members(graph)
+    regions = collect_nodes(graph)
     for node in graph.nodes:
         if node.op == "call_module" and isinstance(root.get_submodule(str(node.target)), Attend):
             site = str(node.meta["pass"]["site"])
@@ -75,13 +75,13 @@ def places_of(graph: fx.Graph, root: nn.Module) -> dict[str, MarkedRegion]:
 
 
 def _plain(node: fx.Node) -> bool:
-    given = attention_arguments(node)
+    given = bind_attention(node)
     shapes = [n.meta.get("shape", ()) for n in (given["query"], given["key"]) if isinstance(n, fx.Node)]
     alike = len(shapes) == 2 and min(map(len, shapes)) > 1 and shapes[0][-2] == shapes[1][-2]
     return alike and given["attn_mask"] is None and given["dropout_p"] == 0 and given["is_causal"] is False
 
 
-def written(graph: fx.Graph, root: nn.Module, what: Mapping[str, Do], half: int) -> Graph:
+def write_attention(graph: fx.Graph, root: nn.Module, what: Mapping[str, Do], half: int) -> Graph:
     """Return a copy of a graph without its marks that computes each marked region by its method: -> (result, {name: cached
     value}).
 
@@ -97,8 +97,8 @@ class _FormWriter:
         self.gives: dict[str, fx.Node] = {}
 
     def run(self, what: Mapping[str, Do]) -> Graph:
-        for place in places_of(self.graph, self.root).values():
-            self.place(place, identifier(place.key), what.get(place.key, Do()))
+        for place in find_places(self.graph, self.root).values():
+            self.place(place, make_identifier(place.key), what.get(place.key, Do()))
         output = next(iter(reversed(self.graph.nodes)))
         set_argument(output, 0, "", (output.args[0], self.gives))
         flow = DataFlow(self.graph, self.root)
@@ -156,7 +156,7 @@ class _FormWriter:
         replace(node, whole)
 
     def near(self, node: fx.Node, base: str, after: fx.Node) -> fx.Node:
-        given = attention_arguments(node)
+        given = bind_attention(node)
         args = (given["query"], given["key"], given["value"], given["scale"])
         return self.node("call_module", f"{base}.near", args, node, after)
 

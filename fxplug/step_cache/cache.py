@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..core.errors import SpecError
-from ..core.ir.containers import leaves
+from ..core.ir.containers import list_leaves
 from ..core.ir.graph import Graph
 from ..core.ir.traced_module import TracedModule
 from .policies import Every, Policy, Step, Threshold
 from .slices import Slices
-from .steps import Stepped, StepRun, between, device_of, eager
+from .steps import Stepped, StepRun, compile_graphs_only, disable_compile, find_device
 
 GAUGED = ("first", "rest", "short")  # the parts of a gauged policy
 
@@ -156,7 +156,7 @@ class StepCache(Stepped):
             self._measures = None
             self.reset()
 
-    @between
+    @compile_graphs_only
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         number, shapes, old = self._advance(args, kwargs)
         gauges: tuple[Tensor, ...] = ()
@@ -173,23 +173,24 @@ class StepCache(Stepped):
             out = self.shallow(*args, **kwargs, **self._start_partial_step(old, gauges))
         return out
 
-    @eager
+    @disable_compile
     def _in_full(self, old: _RunCache | None, gauges: tuple[Tensor, ...], *call: Any) -> bool:
         if old is not None and old.changes != self._changes():
             old = None
         wanted = old is None or (not self.gauged and bool(self.policy(Step(old.index, old.since))))
         if self._everywhere is None and (wanted or not self.gauged):
             return wanted
-        row = [torch.tensor(float(wanted), device=device_of(gauges, call))]
-        row += differ(gauges, gauges if old is None else old.gauges) + differ(gauges, gauges if old is None else old.before)
+        row = [torch.tensor(float(wanted), device=find_device(gauges, call))]
+        row += measure_change(gauges, gauges if old is None else old.gauges)
+        row += measure_change(gauges, gauges if old is None else old.before)
         forced, *amounts = self._summed(row)
         if forced or old is None or not self.gauged:
             return bool(forced)
-        change, move = (largest(half) for half in (amounts[: len(amounts) // 2], amounts[len(amounts) // 2 :]))
+        change, move = (find_largest(half) for half in (amounts[: len(amounts) // 2], amounts[len(amounts) // 2 :]))
         old.moves += (move,)
         return self._measures is not None or bool(self.policy(Step(old.index, old.since, change, old.moves)))
 
-    @eager
+    @disable_compile
     def _store(
         self,
         number: int,
@@ -203,14 +204,14 @@ class StepCache(Stepped):
         own = tuple(self._owned(dict(enumerate(gauges))).values())
         given: tuple[Tensor, ...] = ()
         if self._measures is not None:
-            given = tuple(x.detach().clone() for x in leaves(result) if isinstance(x, Tensor) and x.is_floating_point())
+            given = tuple(x.detach().clone() for x in list_leaves(result) if isinstance(x, Tensor) and x.is_floating_point())
             if old is not None and old.moves and old.result:
-                self._measures.append((old.moves[-1], largest(self._summed(differ(given, old.result)))))
+                self._measures.append((old.moves[-1], find_largest(self._summed(measure_change(given, old.result)))))
         index = 1 if old is None else old.index + 1
         self._streams[number] = _RunCache(self._owned(kept), index, shapes, self._changes(), own, own, given)
         return result
 
-    @eager
+    @disable_compile
     def _start_partial_step(self, old: _RunCache | None, gauges: tuple[Tensor, ...]) -> dict[str, Tensor]:
         assert old is not None
         self.counts["shallow"] += 1
@@ -226,13 +227,13 @@ class StepCache(Stepped):
         return f"{self.policy}, shallow: {cut.operations(cut.later)} of {cut.operations(cut.flow.nodes)} operations"
 
 
-def differ(now: Iterable[Tensor], then: Iterable[Tensor]) -> list[Tensor]:
+def measure_change(now: Iterable[Tensor], then: Iterable[Tensor]) -> list[Tensor]:
     """Return, for each tensor, the L1 distance to an earlier one and the L1 norm of that: float32 sums, which can be added."""
     pairs = zip(now, then, strict=True)
     return [x.float().abs().sum() for a, b in pairs for x in (a.float() - b.float(), b)]
 
 
-def largest(amounts: list[float]) -> float:
+def find_largest(amounts: list[float]) -> float:
     """Return the largest relative L1 change."""
     found = [a / b if b else math.inf if a else math.nan for a, b in zip(amounts[::2], amounts[1::2], strict=True)]
     return math.nan if any(map(math.isnan, found)) else max(found)

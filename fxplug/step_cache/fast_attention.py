@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.errors import SpecError, did_you_mean, shown
-from ..core.ir.containers import leaves
+from ..core.errors import SpecError, did_you_mean, quote
+from ..core.ir.containers import list_leaves
 from ..core.ir.graph import Graph
 from ..core.ir.traced_module import TracedModule
-from .attention_forms import METHODS, Do, places_of, written
-from .cache import differ, largest
-from .steps import Stepped, StepRun, between, eager
+from .attention_forms import METHODS, Do, find_places, write_attention
+from .cache import find_largest, measure_change
+from .steps import Stepped, StepRun, compile_graphs_only, disable_compile
 
 FULL = ("full", "full half")
 
@@ -48,10 +48,10 @@ class FastAttention(Stepped):
     ) -> None:
         super().__init__(module, clock)
         if side not in (0, 1):
-            raise SpecError(f"side must be 0 or 1, not {shown(side)}")
+            raise SpecError(f"side must be 0 or 1, not {quote(side)}")
         self.side = side
         self._rows: dict[str, dict[str, Do]] = {}  # of parts
-        self.places = places_of(module.graph, module)
+        self.places = find_places(module.graph, module)
         self.schedule = [self._checked(index, row) for index, row in enumerate(schedule)]
         self._limit: float | None = None
         self._halves = True
@@ -64,7 +64,7 @@ class FastAttention(Stepped):
             if key not in self.places:
                 raise SpecError(f"{where}: '{key}' is not marked{did_you_mean(key, self.places)}")
             if method not in METHODS:
-                raise SpecError(f"{where}: '{key}': no method {shown(method)}: there are {', '.join(METHODS)}")
+                raise SpecError(f"{where}: '{key}': no method {quote(method)}: there are {', '.join(METHODS)}")
             if index == 0 and method not in FULL:
                 raise SpecError(f"{where}: '{key}': the first step must be full, because nothing is stored yet")
             if method.startswith("window") and not self.places[key].windowed:
@@ -119,7 +119,8 @@ class FastAttention(Stepped):
         Returns:
             A graph for training (True) and evaluation (False), as the module has them.
         """
-        return {mode: written(graph, self.module, self._rows[name], self.side) for mode, graph in self.module.graphs.items()}
+        rows, graphs = self._rows[name], self.module.graphs
+        return {mode: write_attention(graph, self.module, rows, self.side) for mode, graph in graphs.items()}
 
     @property
     def used(self) -> tuple[str, ...]:
@@ -129,7 +130,7 @@ class FastAttention(Stepped):
 
     # --- a run
 
-    @between
+    @compile_graphs_only
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         number, shapes, stream = self._advance(args, kwargs)
         if stream is None:
@@ -153,7 +154,7 @@ class FastAttention(Stepped):
             stream.index += 1
         return result
 
-    @eager
+    @disable_compile
     def _choose_methods(self, stream: StepRun, args: Any, kwargs: Any) -> dict[str, Do]:
         """Return the cheapest methods of a step that preserve its result, region after region; all values for later steps are
         returned."""
@@ -179,7 +180,7 @@ class FastAttention(Stepped):
         return (place.windowed or not method.startswith("window")) and (self._halves or not method.endswith("half"))
 
     def _away(self, stream: StepRun, row: Mapping[str, Do], args: Any, kwargs: Any, raw: Any) -> float:
-        return largest(self._summed(differ(_values(self._run(stream, row, args, kwargs)), raw)))
+        return find_largest(self._summed(measure_change(_values(self._run(stream, row, args, kwargs)), raw)))
 
     @contextlib.contextmanager
     def calibrating(self, threshold: float, *, halves: bool = True) -> Iterator[FastAttention]:
@@ -214,4 +215,4 @@ class FastAttention(Stepped):
 
 
 def _values(result: Any) -> tuple[Tensor, ...]:
-    return tuple(x.detach() for x in leaves(result) if isinstance(x, Tensor) and x.is_floating_point())
+    return tuple(x.detach() for x in list_leaves(result) if isinstance(x, Tensor) and x.is_floating_point())

@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from ..core.errors import SpecError, brief_fields
+from ..core.errors import SpecError, format_fields
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Every:
     interval: int = 3
     start: int = 1
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     def __post_init__(self) -> None:
         if self.interval < 1:
@@ -60,7 +60,7 @@ class Threshold:
     at_most: int | None = None
     gauged: ClassVar[bool] = True
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     def __call__(self, step: Step) -> bool:
         return not step.change < self.limit or (self.at_most is not None and step.since >= self.at_most)
@@ -80,7 +80,7 @@ class TeaCache:
     steps: int | None = None
     gauged: ClassVar[bool] = True
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "coefficients", tuple(map(float, self.coefficients)))

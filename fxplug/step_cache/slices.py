@@ -16,7 +16,7 @@ from ..core.errors import SpecError
 from ..core.ir import ops
 from ..core.ir.functions import is_random
 from ..core.ir.graph import MODES, Graph, copy_graph, copy_nodes, insert, redirect, replace
-from ..core.ir.subgraphs import SWITCHES, aliases, written
+from ..core.ir.subgraphs import SWITCHES, find_written, may_share_memory
 from .steps import put, put_check
 
 CALLS = ("call_module", "call_function", "call_method")
@@ -53,12 +53,12 @@ class DataFlow:
         for node in self.nodes:
             given = node.all_input_nodes
             self.needs.add_edges_from((g, node) for g in (*given, *scopes))
-            shares = bool(given) and node.op not in ("placeholder", "output") and aliases(node, root)
+            shares = bool(given) and node.op not in ("placeholder", "output") and may_share_memory(node, root)
             self.memory[node] = str(node.target) if node.op == "get_attr" else self.memory[given[0]] if shares else node
             places = [self.memory[g] for g in given]
             pairs = zip(given, places, strict=True)  # what was written before a value was made is in what that value needs
             self.needs.add_edges_from((w, node) for g, place in pairs for w in self.writers.get(place, ()) if w > g)
-            for place in {self.memory[v] for v in written(node, root)}:
+            for place in {self.memory[v] for v in find_written(node, root)}:
                 self.late.extend((reader, node) for reader in readers.get(place, ()))
                 self.writers.setdefault(place, []).append(node)
             for place in places:
@@ -104,12 +104,12 @@ class DataFlow:
 
     def is_plain(self, node: fx.Node) -> bool:
         """Return whether a node is a size, a number or the start of a scope, which is recomputed at no cost."""
-        plain = node.op in CALLS[1:] and not is_random(node, self.root) and not written(node, self.root)
+        plain = node.op in CALLS[1:] and not is_random(node, self.root) and not find_written(node, self.root)
         return plain and "shape" not in node.meta
 
     def checks(self, node: fx.Node) -> bool:
         """Return whether a node only checks values."""
-        return bool(node.meta.get("effect")) and not node.users and not written(node, self.root)
+        return bool(node.meta.get("effect")) and not node.users and not find_written(node, self.root)
 
     def changed(self, node: fx.Node) -> bool:
         """Return whether the value of a node is later written in place."""

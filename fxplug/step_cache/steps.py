@@ -13,10 +13,10 @@ from ..core.clock import Clock
 from ..core.errors import SpecError
 from ..core.ir import ops
 from ..core.ir.calls import check_samples
-from ..core.ir.containers import leaves
-from ..core.ir.graph import Graph, insert, meta_of
+from ..core.ir.containers import list_leaves
+from ..core.ir.graph import Graph, get_meta, insert
 from ..core.ir.traced_module import TracedModule, strip_to_container
-from ..core.locks import call_with_read_lock, choices_of, locks_of
+from ..core.locks import call_with_read_lock, get_choices, get_locks
 from ..core.torch_internals.modules import TABLES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,7 +35,7 @@ class StepRun:
 
 def put(graph: Graph, op: str, target: Any, args: Any, like: fx.Node, **where: Any) -> fx.Node:
     """Insert a node, with the shape and dtype of another one."""
-    return insert(graph, op, target, args, meta={**meta_of(like), "nn_module_stack": ROOT}, **where)
+    return insert(graph, op, target, args, meta={**get_meta(like), "nn_module_stack": ROOT}, **where)
 
 
 def put_check(graph: Graph, given: fx.Node, name: str, like: fx.Node, first: fx.Node | None, **where: Any) -> fx.Node:
@@ -47,12 +47,12 @@ def put_check(graph: Graph, given: fx.Node, name: str, like: fx.Node, first: fx.
     return checked
 
 
-def eager(function: F) -> F:
+def disable_compile(function: F) -> F:
     """Disable torch.compile for a function that decides on the host, and for all it calls."""
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def between(function: F) -> F:
+def compile_graphs_only(function: F) -> F:
     """Disable torch.compile for a function, but not for the graphs that it calls."""
     return torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -72,7 +72,7 @@ class Stepped(nn.Module):
         self.training = module.training
         self._clock = Clock(clock, [str(n.target) for n in module.graph.nodes if n.op == "placeholder"])
         self._options: dict[str, Any] | None = None
-        self._locks = locks_of(module)
+        self._locks = get_locks(module)
         collective: Any = next((m for m in module.modules() if hasattr(m, "everywhere")), None)
         self._everywhere: Callable[[Tensor], Tensor] | None = collective and collective.everywhere
         self._before: Callable[..., None] | None = collective and collective.before_call
@@ -94,7 +94,7 @@ class Stepped(nn.Module):
             self._parts[name] = self._made(name)
         return self._parts[name]
 
-    @eager
+    @disable_compile
     def _made(self, name: str) -> TracedModule:
         module = self.module
         part: TracedModule = module.derived(strip_to_container(module), self.graphs_of(name), part=name)
@@ -126,7 +126,7 @@ class Stepped(nn.Module):
         """Reset the cache, as pipelines of diffusers call it on each of their models at the end of a run."""
         self.reset()
 
-    @between
+    @compile_graphs_only
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step with the module's arguments."""
         if self._before is not None:
@@ -134,7 +134,7 @@ class Stepped(nn.Module):
             self._before = None  # later inputs may differ by rounding
         return call_with_read_lock(self._locks, self._checked_step, *args, **kwargs)
 
-    @between
+    @compile_graphs_only
     def _checked_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._locks:
             check_samples(self.module, args, kwargs)  # which parts behind the first do not see
@@ -155,19 +155,19 @@ class Stepped(nn.Module):
 
     def _changes(self) -> tuple[Any, ...]:
         """Return a value that is equal for two calls which use the same adapters."""
-        return sum(lock.changes for lock in self._locks), choices_of(self._locks)
+        return sum(lock.changes for lock in self._locks), get_choices(self._locks)
 
     def _owned(self, values: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         """Detach values; copy those of a CUDA graph, as its next run overwrites them."""
         replayed = (self._options or {}).get("mode") in ("reduce-overhead", "max-autotune")
         return {k: v.detach().clone() if replayed else v.detach() for k, v in values.items()}
 
-    @eager
+    @disable_compile
     def _advance(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, tuple[Any, ...], Any]:
         """Return the number of this call among those at one time, its shapes, and its run, or None for a new run."""
         begins, number = self._clock.tick(args, kwargs)
         self._streams = {} if begins else {n: run for n, run in self._streams.items() if n in self._clock.numbers}
-        shapes = tuple((x.shape, x.dtype, x.device) for x in leaves((args, kwargs)) if isinstance(x, Tensor))
+        shapes = tuple((x.shape, x.dtype, x.device) for x in list_leaves((args, kwargs)) if isinstance(x, Tensor))
         run = self._streams.get(number)
         return number, shapes, run if run is not None and run.shapes == shapes else None
 
@@ -198,6 +198,6 @@ class Stepped(nn.Module):
         return self
 
 
-def device_of(*values: Any) -> torch.device | None:
+def find_device(*values: Any) -> torch.device | None:
     """Return the device of the first tensor in these values, or None."""
-    return next((x.device for x in leaves(values) if isinstance(x, Tensor)), None)
+    return next((x.device for x in list_leaves(values) if isinstance(x, Tensor)), None)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..adapters.contents import trained
-from ..adapters.formats import part_of
-from ..adapters.writing import about_of, content, save_parts
-from ..core.errors import ArtifactError, FxplugError, first_line
+from ..adapters.contents import read_trained
+from ..adapters.formats import find_part
+from ..adapters.writing import describe_model, make_content, save_parts
+from ..core.errors import ArtifactError, FxplugError, get_first_line
 from ..core.ir.traced_module import TRAINED, TracedModule
 from ..core.spec.run_config import Config
 from ..pipelines.recorded_run import components_of, quiet_libraries
@@ -31,7 +31,7 @@ def has_adapter(task: Task, config: Config, module: TracedModule) -> bool:
     """Return whether a run leaves `adapter/`: one on a pipeline, or on a denoiser of diffusers by the task denoise."""
     if isinstance(task, PipelineDenoise):
         return True
-    return isinstance(task, Denoise) and config.model.kind == "diffusers" and part_of(module.classes) in DENOISERS
+    return isinstance(task, Denoise) and config.model.kind == "diffusers" and find_part(module.classes) in DENOISERS
 
 
 def check_adapter(module: TracedModule, task: Task) -> None:
@@ -43,7 +43,7 @@ def check_adapter(module: TracedModule, task: Task) -> None:
         _check_encoder(module, task)
         for part, one in parts.items():
             if one.meta.get(TRAINED) or isinstance(task, PipelineDenoise):
-                content(trained(one), "diffusers", about_of(one), part=part)
+                make_content(read_trained(one), "diffusers", describe_model(one), part=part)
     except FxplugError as error:
         warnings.warn(f"adapter/ is not written, {where} all that trains: {error}", stacklevel=3)
         return
@@ -54,7 +54,7 @@ def check_adapter(module: TracedModule, task: Task) -> None:
 def trained_parts(module: TracedModule, task: Task) -> dict[str, TracedModule]:
     """Return the models that a run trains, by their names in a pipeline: the module, unless only the text encoder has passes,
     and a text encoder with passes."""
-    found = {task.part if isinstance(task, PipelineDenoise) else part_of(module.classes): module}
+    found = {task.part if isinstance(task, PipelineDenoise) else find_part(module.classes): module}
     if task.encoder is None or task.encoder.traced is None:
         return found
     changed = module.meta.get("passes") or module.meta.get(TRAINED)
@@ -112,7 +112,7 @@ def prove_adapter(trainer: Trainer, task: PipelineDenoise, folder: Path) -> None
         own = task.sampler(trainer.module, call, steps=task.sample_steps, seed=seed)
         stock = _drawn_with(task, folder, call, seed)
     except Exception as error:  # of the pipeline's loader, PEFT, or a device without memory for both
-        trainer.watch.note(f"{what}: could not be compared: {type(error).__name__}: {first_line(error)}")
+        trainer.watch.note(f"{what}: could not be compared: {type(error).__name__}: {get_first_line(error)}")
         return
     off = float((stock - own).abs().max())
     dtype = next((p.dtype for p in components_of(task.pipe)[task.part].parameters() if p.is_floating_point()), torch.float32)
@@ -162,7 +162,7 @@ def _lacking_loader(task: PipelineDenoise) -> str:
 def _check_encoder(module: TracedModule, task: Task) -> None:
     """Raise ArtifactError for a text encoder with passes that no pipeline of such a module reads from its adapter file."""
     encoder = task.encoder
-    if encoder is not None and encoder.traced is not None and not (encoder.is_clip and part_of(module.classes) == "unet"):
+    if encoder is not None and encoder.traced is not None and not (encoder.is_clip and find_part(module.classes) == "unet"):
         raise ArtifactError("the one file for a model and its text encoder is that of a UNet with CLIP's text encoder")
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..core import reading, weight_files
-from ..core.errors import DEFAULT, Limits, TrainError, brief_fields, cut
+from ..core.errors import DEFAULT, Limits, TrainError, cut, format_fields
 from ..core.weight_files import save_file
-from ..core.writing import new_folder, open_new
+from ..core.writing import open_new, replace_folder
 
 FORMAT = 2
 PREFIX = "step-"
@@ -31,7 +31,7 @@ class Checkpoint:
     run: dict[str, Any] = field(default_factory=dict)
     random: list[dict[str, Any]] = field(default_factory=list)
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     @property
     def step(self) -> int:
@@ -52,7 +52,7 @@ def write_to(target: Path, made: Checkpoint) -> None:
     """Write a checkpoint to the folder `target`, replacing what is there."""
     weights, ema, progress = (made.state[key] for key in ("weights", "ema", "progress"))
     rest = {key: value for key, value in made.state.items() if key not in ("weights", "ema", "progress")}
-    with new_folder(target, own=os.listdir) as work:
+    with replace_folder(target, own=os.listdir) as work:
         save_file(weights, work / "weights.safetensors")
         if ema:
             save_file(ema, work / "ema.safetensors")

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from ..core.artifacts.artifact import check_savable
-from ..core.errors import FxplugError, SpecError, TrainError, below
+from ..core.errors import FxplugError, SpecError, TrainError, prefix_path
 from ..core.ir.traced_module import TracedModule
 from ..core.spec.train_section import Log, Save, Train
 from ..core.writing import check_folder
@@ -96,7 +96,7 @@ def check_samples(task: Task, settings: Train, evaluation: Evaluation) -> None:
     """Raise SpecError or TrainError if the task's sample pictures could not be drawn at the end of the run."""
     path = ("train", "task", settings.task.name)
     try:
-        with preserve_random_state(), evaluation.evaluating() as module, below(*path):
+        with preserve_random_state(), evaluation.evaluating() as module, prefix_path(*path):
             drawn = task.check_samples(module)
     except FxplugError:
         raise

@@ -12,12 +12,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, fx, nn
 
-from ..core.capture.fake_tensors import quiet
+from ..core.capture.fake_tensors import silence_torch
 from ..core.errors import GuardError, SpecError, TrainError
-from ..core.ir.containers import leaves, map_leaves
+from ..core.ir.containers import list_leaves, map_leaves
 from ..core.ir.graph import without_edges
 from ..core.ir.traced_module import TracedModule
-from ..core.rewriter.probe import GraphRun, empty, swapped
+from ..core.rewriter.probe import GraphRun, make_empty, swap_weights
 from ..core.torch_internals.tensors import FakeTensorMode
 from .random_draws import Draws, preserve_random_state
 from .shared_samples import called
@@ -102,7 +102,7 @@ def _bad(values: Mapping[str, Any], what: str) -> str | None:
 
 
 def _not_finite(value: Any) -> list[Tensor]:
-    return [x for x in leaves(value) if isinstance(x, Tensor) and x.is_floating_point() and not x.isfinite().all()]
+    return [x for x in list_leaves(value) if isinstance(x, Tensor) and x.is_floating_point() and not x.isfinite().all()]
 
 
 def _counted(value: Tensor) -> str:
@@ -116,7 +116,7 @@ def _described(node: fx.Node, value: Tensor, env: Mapping[fx.Node, Any]) -> str:
     if node.op == "call_module":
         region = str(node.target)
     operation = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    inputs = [x for n in node.all_input_nodes for x in leaves(env.get(n)) if isinstance(x, Tensor)]
+    inputs = [x for n in node.all_input_nodes for x in list_leaves(env.get(n)) if isinstance(x, Tensor)]
     sizes = [x.abs().max().item() for x in inputs if x.is_floating_point() and x.numel()]
     largest = f"; its largest input is {max(sizes):.3g}" if sizes else ""
     where = f"region '{region}'" if region else "the model's own forward"
@@ -172,8 +172,8 @@ def check_fits(module: TracedModule, task: Task, batch: Mapping[str, Any], draws
 
 def _failure(module: TracedModule, args: Any, kwargs: Any, autocast: AbstractContextManager[Any]) -> Exception | None:
     """Return the exception of a call of the module on fake tensors of the same geometry, or None."""
-    with FakeTensorMode(allow_non_fake_inputs=True), swapped(module, empty), autocast, quiet():
-        args, kwargs = map_leaves((args, kwargs), lambda t, _: empty(t) if isinstance(t, Tensor) else t)
+    with FakeTensorMode(allow_non_fake_inputs=True), swap_weights(module, make_empty), autocast, silence_torch():
+        args, kwargs = map_leaves((args, kwargs), lambda t, _: make_empty(t) if isinstance(t, Tensor) else t)
         try:
             module(*args, **kwargs)
         except Exception as error:  # of any operation of the model's

@@ -102,8 +102,8 @@ class EncodedCache:
         except OSError as error:
             cure = "free some space, or set" if error.errno in FULL else "set"
             self._stop(
-                f"the cache in '{self.folder}' cannot be written: {reading.reason(error)}. The run goes on and encodes again "
-                f"what is not there: {cure} 'cache' in the section 'data' to a folder elsewhere, or to false"
+                f"the cache in '{self.folder}' cannot be written: {reading.get_reason(error)}. The run goes on and encodes "
+                f"again what is not there: {cure} 'cache' in the section 'data' to a folder elsewhere, or to false"
             )
             return False
 
@@ -258,12 +258,12 @@ def _put_together(found: Any, tensors: dict[str, Tensor]) -> Any:
 
 def _read(path: Path, name: str) -> _CacheEntry:
     """Read an entry from a file, all of it checked. Raises ArtifactError."""
-    raises = reading.about(path)
-    with reading.opened(path, raises=raises) as file:
-        head = weight_files.header(file, raises)
+    raises = reading.make_reporter(path)
+    with reading.open_regular_file(path, raises=raises) as file:
+        head = weight_files.read_header(file, raises)
         if head.about.get("key") != name:
             raise raises("is not the entry that its name says")
-        entry = _CacheEntry(head.about.get("value", ""), dict(weight_files.tensors(file, head, raises)))
+        entry = _CacheEntry(head.about.get("value", ""), dict(weight_files.read_tensors(file, head, raises)))
     if entry.about(name) == head.about:
         with contextlib.suppress(LookupError, ValueError, TypeError, RuntimeError):
             entry.value()

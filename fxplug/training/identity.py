@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.errors import TrainError
 from ..core.ir.traced_module import TracedModule
-from ..core.quantised import plain
+from ..core.quantised import get_plain_tensors
 from ..core.spec.train_section import Data, Train
 from .checkpoint import Checkpoint, differences
 from .random_draws import preserve_random_state, seed_all
@@ -99,7 +99,7 @@ def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        for part in [] if tensor.is_meta else plain(tensor):
+        for part in [] if tensor.is_meta else get_plain_tensors(tensor):
             flat = part.detach().cpu().contiguous().flatten()
             flat = flat.clone(memory_format=torch.contiguous_format) if flat.stride(0) != 1 else flat  # one of one element
             found.update(flat.view(torch.uint8).numpy().data)

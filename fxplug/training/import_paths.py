@@ -6,14 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ..core.errors import FxplugError, SpecError, below
+from ..core.errors import FxplugError, SpecError, prefix_path
 from ..core.spec.pass_file import check_options, import_target
 from ..core.spec.train_section import Use
 
 
 def imported(name: str, path: tuple[str, ...]) -> Any:
     """Import what a path names. Raises SpecError, at its place in a configuration, for what does not exist."""
-    with below(*path):
+    with prefix_path(*path):
         return import_target(name)
 
 
@@ -24,7 +24,7 @@ def construct(kind: Callable[..., Any], use: Use, path: tuple[str, ...] = (), *g
     """
     path = (*path, use.name) if use.options else path
     check_options(kind, use.options, use.name, given=len(given), path=path)
-    with below(*path):
+    with prefix_path(*path):
         try:
             return kind(*given, **use.options)
         except FxplugError:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..core.writing import new_file
+from ..core.writing import replace_file
 
 NO_NUMBERS = ("nan", "inf", "-inf")  # how a log has them: JSON has no word for them
 
@@ -49,7 +49,7 @@ class Lines:
         whole = text[: text.rfind(b"\n") + 1]
         kept = whole[:length][: whole[:length].rfind(b"\n") + 1]
         if kept != text:
-            with new_file(self.path) as beside:
+            with replace_file(self.path) as beside:
                 beside.write_bytes(kept)
         return whole[len(kept) :]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..core.errors import TrainError
-from ..core.quantised import plain
+from ..core.quantised import get_plain_tensors
 from .data.image_sources import digest_of_file
 
 THREADS = 8  # which hash weights side by side: hashing takes no lock of Python's
@@ -69,7 +69,7 @@ def _described(maker: Any) -> Any:
 
 def _of_module(module: nn.Module) -> list[Any]:
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    parts = [(name, part) for name, tensor in sorted(tensors.items()) for part in plain(tensor)]
+    parts = [(name, part) for name, tensor in sorted(tensors.items()) for part in get_plain_tensors(tensor)]
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(lambda pair: _of_tensor(pair[1]), parts))
     modules = [[name, _class(type(part)), _attributes(part)] for name, part in module.named_modules()]

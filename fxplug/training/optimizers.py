@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import SpecError, TrainError
-from ..core.spec.pass_file import accepted_arguments
+from ..core.spec.pass_file import get_arguments
 from ..core.spec.train_section import Train, Use
-from ..core.spec.yaml_source import shown
+from ..core.spec.yaml_source import quote_yaml
 from .import_paths import construct, imported
 from .param_groups import check_scheduler, fill, find_by_name
 
@@ -58,14 +58,14 @@ def make_optimizer(use: Use, groups: list[dict[str, Any]]) -> torch.optim.Optimi
     """
     kind = _kind_of(use)
     given = [{"params": g["params"], "name": g["name"], "lr": g["lr"], "weight_decay": g["weight_decay"]} for g in groups]
-    if "weight_decay" not in accepted_arguments(kind).names:
+    if "weight_decay" not in get_arguments(kind).names:
         for group in given:
             if group.pop("weight_decay"):
                 raise SpecError(f"{kind.__name__} has no weight_decay", path=("train", "weight_decay"))
     made = construct(kind, use, PATH, given)
     if not isinstance(made, torch.optim.Optimizer):
         raise SpecError(f"'{use.name}' returned a {type(made).__name__}, not a torch optimizer", path=PATH)
-    if "closure" in accepted_arguments(made.step).required:
+    if "closure" in get_arguments(made.step).required:
         finding = f"{use.name} computes the loss several times per step, which is not supported: use another optimizer"
         raise SpecError(finding, path=PATH)
     if ":" not in use.name:
@@ -108,7 +108,7 @@ def check_optimizer(optimizer: Any, groups: list[dict[str, Any]], settings: Trai
     """Raise TrainError for an optimizer of the user's that lacks a trainable parameter or has another rate than its pass;
     SpecError for what is no optimizer, and for settings that it replaces."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        finding = f"must be a name, one name with its options, or a torch optimizer, not {shown(optimizer)}"
+        finding = f"must be a name, one name with its options, or a torch optimizer, not {quote_yaml(optimizer)}"
         raise SpecError(finding, path=PATH)
     of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for group in groups:

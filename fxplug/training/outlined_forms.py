@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..core.ir.traced_module import TracedModule
-from ..core.ir.variants import Variants, module_for
+from ..core.ir.variants import Variants, choose_module
 
 Cut = Callable[[TracedModule], TracedModule]
 
@@ -38,7 +38,7 @@ class OutlinedForms(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the graph for this form of call. Raises GuardError where there is none and none can be made."""
-        found = module_for(self.source, args, kwargs)
+        found = choose_module(self.source, args, kwargs)
         if found not in self.made:
             self.made[found] = self._outlined(found)
         return self.made[found](*args, **kwargs)

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..core.errors import SpecError, TrainError, below, did_you_mean
+from ..core.errors import SpecError, TrainError, did_you_mean, prefix_path
 from ..core.ir.traced_module import BEFORE_TRAINING, TRAINED, TracedModule
 from ..core.quantised import is_packed
 from ..core.spec.addresses import is_pattern, select
-from ..core.spec.pass_file import accepted_arguments
+from ..core.spec.pass_file import get_arguments
 from ..core.spec.task_section import Schedule
 from ..core.spec.train_section import GroupRates, Train, Use
-from ..core.spec.yaml_source import shown, validate
+from ..core.spec.yaml_source import quote_yaml, validate
 from ..core.torch_internals.tensors import lerp_all
 from .import_paths import construct, imported
 
@@ -208,7 +208,7 @@ def _prefixes(name: str) -> list[str]:
 def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
     """Raise TrainError for a scheduler of the user's that changes the rates of another optimizer than the run's."""
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-        finding = f"must be a name, one name with its options, or a scheduler of torch, not {shown(scheduler)}"
+        finding = f"must be a name, one name with its options, or a scheduler of torch, not {quote_yaml(scheduler)}"
         raise SpecError(finding, path=("train", "scheduler"))
     own = getattr(scheduler, "optimizer", None)
     if own is not None and own is not optimizer:
@@ -233,7 +233,7 @@ def make_scheduler(use: Use | None, optimizer: torch.optim.Optimizer, steps: int
     package = torch.optim.lr_scheduler
     known = {name.lower(): getattr(package, name) for name in package.__all__ if name != "LRScheduler"}
     kind = find_by_name(use, known, "scheduler", SHAPES)
-    wanted = accepted_arguments(kind).names
+    wanted = get_arguments(kind).names
     own = {"T_max": length, "total_steps": length, "max_lr": [group["lr"] for group in optimizer.param_groups]}
     replaced_by = {"total_steps": {"epochs", "steps_per_epoch"}}
     filled = {
@@ -254,7 +254,7 @@ def _try_schedule(kind: Any, use: Use, optimizer: torch.optim.Optimizer, length:
     tried.defaults = {**tried.defaults, **optimizer.defaults}  # in which CyclicLR looks for a momentum
     scheduler = construct(kind, use, ("train", "scheduler"), tried)
     by_loss = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    with below("train", "scheduler", use.name):
+    with prefix_path("train", "scheduler", use.name):
         for step in range(1, min(length, TRIED) + 1):
             try:
                 tried.step()

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..core.writing import new_file
+from ..core.writing import replace_file
 
 GRAY: dict[str, Any] = {"color": "tab:gray"}
 UNITS = {"acc": "accuracy (%)"}  # of what tests measure
@@ -31,14 +31,14 @@ def grid(images: Tensor) -> Tensor:
 def save_picture(picture: Tensor, path: Path) -> None:
     """Save a uint8 image [3, h, w] as PNG. Raises OSError, and leaves no partial file, when the disk is full."""
     image = Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
-    with new_file(path) as beside:
+    with replace_file(path) as beside:
         image.save(beside, format="png")
 
 
 def save_animation(frames: Sequence[Tensor], path: Path) -> None:
     """Save uint8 images [3, h, w] as the frames of an animated WebP, 8 a second. Raises OSError as `save_picture` does."""
     images = [Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy()) for frame in frames]
-    with new_file(path) as beside:
+    with replace_file(path) as beside:
         images[0].save(beside, format="webp", save_all=True, append_images=images[1:], duration=125, loop=0, lossless=True)
 
 
@@ -71,7 +71,7 @@ def save_curves(history: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[st
         if axis.get_legend_handles_labels()[0]:
             axis.legend(frameon=False)
     axes[-1].set_xlabel("step")
-    with new_file(path) as beside:
+    with replace_file(path) as beside:
         figure.savefig(beside, format="png", dpi=110)
     return True
 

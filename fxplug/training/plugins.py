@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from ..core import extensions
-from ..core.errors import SpecError, brief_fields
+from ..core.errors import SpecError, format_fields
 from ..core.ir.traced_module import TracedModule
 from ..core.spec.train_section import Train
 from .tasks.task import Task
@@ -34,7 +34,7 @@ class RunStart:
     trains: bool
     keep_at: Callable[[Path], None]
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
 class Plugins:
@@ -89,6 +89,6 @@ def load_plugins(specs: Sequence[Any], *, base: str | Path | None, on_error: str
         return Plugins()
     load = extensions.import_part("hooks", "training_plugins")
     if load is None:
-        raise SpecError(f"no extension is there that loads plugins{extensions.unusable_note()}", path=("train", "plugins"))
+        raise SpecError(f"no extension is there that loads plugins{extensions.describe_unusable()}", path=("train", "plugins"))
     made: Plugins = load(specs, base=base, on_error=on_error)
     return made

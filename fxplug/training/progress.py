@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.errors import TrainError, shown
+from ..core.errors import TrainError, quote
 from ..core.spec.train_section import Train
 
 LARGEST = 2**53  # of a whole number that every reader of JSON has exactly
@@ -62,22 +62,22 @@ class Progress:
         for key in ("step", "epoch", "done", "epoch_samples", "best_step", "waited", "log_length"):
             value = state.get(key)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST:
-                raise TrainError(f"'progress.{key}' must be a whole number, 0 or more, not {shown(value)}")
+                raise TrainError(f"'progress.{key}' must be a whole number, 0 or more, not {quote(value)}")
         for key in ("total", "score"):
             value = state.get(key)
             if not (key == "score" and value is None) and not (isinstance(value, (int, float)) and math.isfinite(value)):
-                raise TrainError(f"'progress.{key}' must be a number, not {shown(value)}")
+                raise TrainError(f"'progress.{key}' must be a number, not {quote(value)}")
         for key in ("best", "measured"):
             if not isinstance(state.get(key), dict):
-                raise TrainError(f"'progress.{key}' must be numbers by name, not {shown(state.get(key))}")
+                raise TrainError(f"'progress.{key}' must be numbers by name, not {quote(state.get(key))}")
         if state["done"] > state["epoch_samples"]:
             raise TrainError(f"'progress.done' is {state['done']}, and an epoch has {state['epoch_samples']} samples")
         if state.get("batch") == self.size and state["epoch_samples"] == self.batches * (self.size or 1):
             return
         if self.size is None or state.get("batch") is None or self.grouped:
             why = "a DataLoader" if self.size is None or state.get("batch") is None else "data in buckets"
-            found = f"{shown(state.get('batch'))} samples a batch and {state['epoch_samples']} an epoch then"
-            now = f"{shown(self.size)} and {self.batches * (self.size or 1)} now"
+            found = f"{quote(state.get('batch'))} samples a batch and {state['epoch_samples']} an epoch then"
+            now = f"{quote(self.size)} and {self.batches * (self.size or 1)} now"
             raise TrainError(f"{found}, {now}: with {why} both must stay as they were")
         if state["epoch_samples"] != self.batches * self.size:
             raise TrainError(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.capture.isolation import random_state, set_random_state
+from ..core.capture.isolation import get_random_state, set_random_state
 
 
 class Draws:
@@ -110,7 +110,7 @@ def preserve_random_state() -> Iterator[None]:
 
     It costs 0.1 ms, most of it numpy's: use it once a batch, with `seed_all` for each sample, not once a sample.
     """
-    states = random_state()
+    states = get_random_state()
     try:
         yield
     finally:
@@ -120,7 +120,7 @@ def preserve_random_state() -> Iterator[None]:
 def random_state_dict(stood: tuple[Any, ...] | None = None) -> dict[str, Any]:
     """Return the states of the global generators of the CPU and of this process's GPU, or `stood`, as plain values and
     tensors."""
-    (version, numbers, gauss), (kind, keys, *rest), cpu, devices = stood or random_state()
+    (version, numbers, gauss), (kind, keys, *rest), cpu, devices = stood or get_random_state()
     device = {"cuda": devices[torch.cuda.current_device()]} if devices else {}
     numpys = [kind, torch.from_numpy(keys.astype(np.int64)), *rest]
     return {"python": [version, list(numbers), gauss], "numpy": numpys, "torch": cpu, **device}

@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 from torch import nn
 
-from ..core.errors import FxplugError, SpecError, TrainError, brief_fields
+from ..core.errors import FxplugError, SpecError, TrainError, format_fields
 from ..core.flow import Step, rewrite, save_run_record
 from ..core.ir.traced_module import TracedModule
-from ..core.reading import reported
-from ..core.spec.run_config import Config, load_config, resolved
+from ..core.reading import report_errors
+from ..core.spec.run_config import Config, load_config, resolve
 from ..core.spec.train_section import Data
 from ..pipelines.pipeline_model import denoisers_of
 from ..pipelines.recorded_run import components_of
@@ -53,7 +53,7 @@ class Run:
     trainer: Trainer
     use: str = ""
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
 def train(
@@ -94,7 +94,7 @@ def train(
     with config.located():
         device = config.device if "device" in config.model_fields_set else None
         accelerator = launched(config.train.precision, device)
-        plain = resolved(config)
+        plain = resolve(config)
         check_agreement(accelerator, plain)
         named = Path(source).stem if isinstance(source, (str, Path)) else "train"
         folder = gathered(accelerator, _folder(name or named, out, resume))[0]
@@ -140,7 +140,7 @@ def train(
         )
         trainer.outputs.open(start)
         if accelerator.is_main_process:
-            with reported(lambda finding: TrainError(f"{folder} {finding}"), "cannot be written"):
+            with report_errors(lambda finding: TrainError(f"{folder} {finding}"), "cannot be written"):
                 (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), "utf-8")
             if has_adapter(task, config, result.module):
                 check_adapter(result.module, task)

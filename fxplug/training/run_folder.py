@@ -18,7 +18,7 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 from ..core.errors import TrainError
-from ..core.reading import reason
+from ..core.reading import get_reason
 from ..core.spec.train_section import Save
 from ..core.writing import check_folder
 from .checkpoint import PREFIX, Checkpoint, list_checkpoints, read, write, write_to
@@ -174,7 +174,7 @@ class RunFolder:
             if cause is None or isinstance(error, TrainError):
                 raise
             full = cause.errno in FULL
-            why = "the disk is full" if full else reason(cause)
+            why = "the disk is full" if full else get_reason(cause)
             text = f"the {what} could not be written, {why} ({error}); {self.newest}"
             if not full:
                 raise TrainError(f"{text}; make the folder writable and resume") from error

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core.capture.isolation import random_state
+from ..core.capture.isolation import get_random_state
 from ..core.errors import TrainError
 from ..core.torch_internals.modules import tree_map
 from ..core.torch_internals.tensors import version
@@ -46,13 +46,13 @@ class TrainState:
         self._last_buffers = dict(self.first_buffers)
         self._written: set[str] | None = None  # the buffers that steps write; None before the first
         self._versions = {name: version(buffer) for name, buffer in self.buffers.items()}
-        self.last_random = random_state()
+        self.last_random = get_random_state()
 
     # --- steps
 
     def end_step(self) -> None:
         """Record the end of a step, to which `roll_back` returns."""
-        self.last_random = random_state()
+        self.last_random = get_random_state()
         counted = {name for name, buffer in self.buffers.items() if version(buffer) != self._versions[name]}
         if self._written is None or counted - self._written:  # what norms write is not counted: all are compared then
             changed = {name for name, buffer in self.buffers.items() if not torch.equal(buffer, self._last_buffers[name])}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..core.errors import FxplugError, SpecError, below
+from ..core.errors import FxplugError, SpecError, prefix_path
 from ..core.ir.traced_module import TracedModule
 from ..core.rewriter.applying import apply
 from ..core.rewriter.matcher import find
@@ -59,7 +59,7 @@ def set_up_task(
     except SpecError as error:
         if error.path[:1] in (("train",), ("data",), ("model",)):
             raise
-        with below("train", "task", name):
+        with prefix_path("train", "task", name):
             raise
     for one, train in ((data, True), (tests, False)):
         if one is not None and one.transform is None:
@@ -78,7 +78,7 @@ def with_assistant(module: TracedModule, settings: Train, base: Path) -> TracedM
     """
     if settings.assistant is None:
         return module
-    with below("train", "assistant"):
+    with prefix_path("train", "assistant"):
         if settings.shard or settings.parallel is not None:
             raise SpecError("is for runs without 'shard' and 'parallel'")
         given = {"file": settings.assistant, "slots": 0, "train": False, "name": ASSISTANT}

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 from ..core.errors import TrainError
 from ..core.ir.traced_module import TracedModule
-from ..core.spec.train_section import Train, read_use, written
+from ..core.spec.train_section import Train, format_use, read_use
 from ..lowerings.frozen_norms import HeldBuffers, frozen_buffers
 from ..lowerings.regions.submodules import originals
 from .checkpoint import newest
@@ -244,7 +244,7 @@ class Trainer:
             base={**base, **self.state.first_buffers},
             groups=self.groups,
             kinds=(type(self.optimizer.optimizer).__name__, type(self.schedule.scheduler).__name__),
-            task=written(self.settings.task if isinstance(self._named, Task) else read_use(self._named)),
+            task=format_use(self.settings.task if isinstance(self._named, Task) else read_use(self._named)),
             data=self.data,
             samples_of_a_step=self.settings.batch * self.settings.accumulate * self.world,
             seed=self.seed,

@@ -9,7 +9,7 @@ import typer
 
 import fxplug
 
-from ..core.cli.verbs import ConfigArg, Debug, Set, progress, read_config, users_logs
+from ..core.cli.verbs import ConfigArg, Debug, Set, read_config, show_progress, show_user_logs
 
 
 def train(
@@ -25,8 +25,8 @@ def train(
 ) -> None:
     """Rewrite a model and train what its passes added, as the sections train and data say."""
     found = read_config(config, set)
-    with users_logs():
-        done = fxplug.train(found, out=out, name=Path(config).stem, resume=start or resume, quiet=quiet, progress=progress)
+    with show_user_logs():
+        done = fxplug.train(found, out=out, name=Path(config).stem, resume=start or resume, quiet=quiet, progress=show_progress)
     last = f", loss {done.history[-1]['loss']:.4g}" if done.history else ""
     print(f"{len(done.history)} steps{last}")
     for key, value in done.metrics.items():

@@ -24,7 +24,7 @@ import fxplug
 from fxplug import Limits
 from fxplug.core import reading, weight_files
 from fxplug.core.errors import ArtifactError, FxplugError, SpecError, did_you_mean
-from fxplug.core.spec.addresses import by_ending
+from fxplug.core.spec.addresses import match_endings
 from fxplug.core.spec.yaml_source import parse_yaml
 
 
@@ -203,7 +203,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"x" * 101)
     with pytest.raises(ArtifactError, match="101 bytes; the limit is 100"):
         reading.read_bytes(tmp_path / "file", 100)
-    with pytest.raises(ArtifactError, match="changed while it was read"), reading.opened(tmp_path / "file"):
+    with pytest.raises(ArtifactError, match="changed while it was read"), reading.open_regular_file(tmp_path / "file"):
         (tmp_path / "file").write_bytes(b"y")
 
     def denied(*_, **__):
@@ -222,7 +222,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_a_pattern_of_a_strangers_file_ends(text):
-    _, refused, wrong = attacked(lambda: by_ending([{text: 1}], ["a" * 60, "blocks.0.attn"], ArtifactError))
+    _, refused, wrong = attacked(lambda: match_endings([{text: 1}], ["a" * 60, "blocks.0.attn"], ArtifactError))
     assert not wrong, wrong
     assert isinstance(refused, ArtifactError)
 
@@ -234,7 +234,7 @@ def test_a_pattern_as_people_write_them_is_read(text):
     blocks = [f"down_blocks.{i}.attentions.{j}.transformer_blocks.{k}" for i in range(9) for j in range(8) for k in range(10)]
     names = [f"{block}.attn1.to_q" for block in blocks]
     wanted = {name for name in names if re.fullmatch(text, name)}
-    assert wanted and by_ending([{text: 1}], names, ArtifactError)[0].keys() == wanted
+    assert wanted and match_endings([{text: 1}], names, ArtifactError)[0].keys() == wanted
 
 
 def test_limits_can_be_raised():
@@ -269,18 +269,19 @@ def test_tensors_come_by_their_names_wherever_their_bytes_are(tmp_path):
     found, _ = weight_files.read(tmp_path / "odd.safetensors")
     assert list(found) == ["late", "none", "flags"] and found["late"].tolist() == [-7, 9] and found["none"].shape == (0,)
     assert torch.equal(found["flags"], torch.tensor([False, True, True])) and bytes(found["flags"].numpy()) == b"\0\1\1"
-    head = weight_files.header(io.BytesIO(data), reading.about("odd"))
+    head = weight_files.read_header(io.BytesIO(data), reading.make_reporter("odd"))
     assert [name for name, _ in head.in_file()] == ["flags", "none", "late"]
     pieces: list[bytes] = []
     file = io.BytesIO(data)
-    head = weight_files.header(file, reading.about("odd"))
-    assert len(list(weight_files.tensors(file, head, reading.about("odd"), lambda piece: pieces.append(bytes(piece))))) == 3
+    head = weight_files.read_header(file, reading.make_reporter("odd"))
+    tensors = weight_files.read_tensors(file, head, reading.make_reporter("odd"), lambda piece: pieces.append(bytes(piece)))
+    assert len(list(tensors)) == 3
     assert head.start + b"".join(pieces) == data
     file = io.BytesIO(data)
-    head = weight_files.header(file, reading.about("odd"))
+    head = weight_files.read_header(file, reading.make_reporter("odd"))
     file.truncate(len(data) - 1)
     with pytest.raises(ArtifactError, match="odd was truncated while it was read"):
-        list(weight_files.tensors(file, head, reading.about("odd")))
+        list(weight_files.read_tensors(file, head, reading.make_reporter("odd")))
 
 
 def test_what_the_reader_of_safetensors_gets_wrong(tmp_path):

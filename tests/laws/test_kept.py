@@ -14,7 +14,7 @@ from torch import nn
 import fxplug
 from fxplug.core.artifacts.modules import block_classes
 from fxplug.core.ir import functions, ops
-from fxplug.core.spec.pass_file import import_target, present
+from fxplug.core.spec.pass_file import import_target, update_path
 
 KEPT = Path(__file__).parents[1] / "data/kept"
 BLOCKS = (KEPT / "blocks.txt").read_text().split()
@@ -70,14 +70,14 @@ def test_a_parallel_artifact_of_format_1(name, kind):
 
 @pytest.mark.parametrize("path", BLOCKS)
 def test_a_block_has_its_old_import_path_for_ever(path):
-    assert block_classes()[present(path)].__qualname__ == present(path).partition(":")[2]
-    assert present(present(path)) == present(path)
+    assert block_classes()[update_path(path)].__qualname__ == update_path(path).partition(":")[2]
+    assert update_path(update_path(path)) == update_path(path)
 
 
 def test_what_is_saved_again_has_the_import_paths_of_today(tmp_path):
     fxplug.save(fxplug.load(KEPT / "methods"), tmp_path / "again")
     text = (tmp_path / "again/graph.json").read_text()
-    assert "fxplug.blocks:Loha" in text and not [path for path in BLOCKS if present(path) != path and f'"{path}"' in text]
+    assert "fxplug.blocks:Loha" in text and not [path for path in BLOCKS if update_path(path) != path and f'"{path}"' in text]
 
 
 def test_a_pass_may_name_a_block_by_an_old_path():
@@ -87,8 +87,8 @@ def test_a_pass_may_name_a_block_by_an_old_path():
 
 @pytest.mark.parametrize("old", functions.OLD_OPS)
 def test_a_function_of_a_graph_is_read_under_its_old_name(old):
-    assert functions.functions()[f"fxplug.ops.{old}"] is getattr(ops, functions.OLD_OPS[old])
-    assert functions.names()[getattr(ops, functions.OLD_OPS[old])] == f"fxplug.ops.{functions.OLD_OPS[old]}"
+    assert functions.list_functions()[f"fxplug.ops.{old}"] is getattr(ops, functions.OLD_OPS[old])
+    assert functions.name_functions()[getattr(ops, functions.OLD_OPS[old])] == f"fxplug.ops.{functions.OLD_OPS[old]}"
 
 
 def test_an_artifact_with_old_names_of_functions_loads(tmp_path):

@@ -16,7 +16,7 @@ from torch import nn
 import fxplug
 from fxplug.core import locks
 from fxplug.core.errors import SpecError
-from fxplug.core.locks import StateLock, call_with_read_lock, locks_of, read_lock, write_lock
+from fxplug.core.locks import StateLock, call_with_read_lock, get_locks, read_lock, write_lock
 from fxplug.core.torch_internals.modules import leave_frame
 
 LONG = 60  # seconds that no test needs, so that one that hangs ends
@@ -278,21 +278,21 @@ def test_interrupts_at_any_place_end_requests():
 def test_who_shares_a_lock(tmp_path):
     """What shares the tensors of the slots shares their lock, copies have their own."""
     new = fuzz_switching.slotted()
-    mine = locks_of(new)
+    mine = get_locks(new)
     fuzz = fuzz_switching
     shared = [
         fxplug.fuse(new), fuzz.outline(new, ["blocks.*"]),
         fxplug.apply(new, fxplug.load_pass("ssf", at="blocks.0.q")), nn.Sequential(new), copy.copy(new.lora.gates.table),
         fxplug.trace(nn.Sequential(new), fuzz.example()),
     ]  # fmt: skip
-    assert len(mine) == 1 and all(locks_of(module) == mine for module in shared)
+    assert len(mine) == 1 and all(get_locks(module) == mine for module in shared)
     fxplug.save(new, tmp_path / "out")
     apart = [copy.deepcopy(new), fxplug.lower(new, merge="live"), fxplug.load(tmp_path / "out"), fuzz.slotted()]
-    assert all(len(locks_of(module)) == 1 and locks_of(module) != mine for module in apart)
+    assert all(len(get_locks(module)) == 1 and get_locks(module) != mine for module in apart)
     two = fxplug.apply(new, fxplug.load_pass("lora", name="second", at="blocks.0.q", rank=2, slots=2))
-    assert len(locks_of(two)) == 2 and set(mine) < set(locks_of(two))
-    assert len(set(locks_of(copy.deepcopy(two))) - set(locks_of(two))) == 2
-    assert locks_of(fuzz.base()) == () == locks_of(fxplug.merge(new))
+    assert len(get_locks(two)) == 2 and set(mine) < set(get_locks(two))
+    assert len(set(get_locks(copy.deepcopy(two))) - set(get_locks(two))) == 2
+    assert get_locks(fuzz.base()) == () == get_locks(fxplug.merge(new))
     assert fxplug.Adapters(new).locks == new.adapters.locks == mine
 
 

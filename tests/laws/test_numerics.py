@@ -14,8 +14,8 @@ from torch.nn.utils import parametrize
 
 import fxplug
 from fxplug.core.errors import SpecError
-from fxplug.core.ir.containers import leaves
-from fxplug.core.spec.pass_file import open_pass, shipped
+from fxplug.core.ir.containers import list_leaves
+from fxplug.core.spec.pass_file import list_shipped, open_pass
 from fxplug.core.spec.rules import NUMERICS
 from fxplug.parallel.runtime.pretended import pretended
 
@@ -24,7 +24,7 @@ FAMILIES = {
     "Flux": "diffusers/FluxTransformer2DModel", "Wan": "diffusers/WanTransformer3DModel",
     "PixArt": "diffusers/PixArtTransformer2DModel",
 }  # fmt: skip
-SAID = {name: open_pass(name).source.data["numerics"] for name in shipped("passes")}
+SAID = {name: open_pass(name).source.data["numerics"] for name in list_shipped("passes")}
 # one block beside each layer, or on its parameter, with what fits narrow layers
 BLOCKS = {
     "lora": {"rank": 2, "alpha": 3}, "lora_weight": {"rank": 2}, "dora": {"rank": 2}, "loha": {"rank": 2}, "lokr": {"rank": 1},
@@ -57,7 +57,7 @@ def some(family):
 def result(module, base):
     torch.manual_seed(0)
     with torch.no_grad():
-        return [value for value in leaves(module(*base.args, **base.kwargs)) if isinstance(value, torch.Tensor)]
+        return [value for value in list_leaves(module(*base.args, **base.kwargs)) if isinstance(value, torch.Tensor)]
 
 
 def by_hand(base, new, args):

@@ -11,7 +11,7 @@ import unets
 from test_passes import TOME_ON_VIT, needed
 
 import fxplug
-from fxplug.core.ir.containers import leaves
+from fxplug.core.ir.containers import list_leaves
 from fxplug.core.spec.pass_file import open_pass
 
 MLP, ATTN = "blocks.*.mlp.*", "blocks.*.attn"
@@ -93,7 +93,7 @@ PASSES = sorted(small.PASSES)
 
 @cache
 def unchanged(base):
-    return leaves(base.gm(*base.args, **base.kwargs))
+    return list_leaves(base.gm(*base.args, **base.kwargs))
 
 
 def check(base, first, second, begun=None):
@@ -102,7 +102,7 @@ def check(base, first, second, begun=None):
     extra = needed(new)
     entries = new.meta["passes"]
     assert [entry["name"] for entry in entries] == [first.name, second.name] and all(entry["sites"] for entry in entries)
-    ours, before = leaves(new(*base.args, **base.kwargs, **extra)), unchanged(base)
+    ours, before = list_leaves(new(*base.args, **base.kwargs, **extra)), unchanged(base)
     assert all(t.isfinite().all() for t in ours)
     if all(entry["neutral"] for entry in entries):
         assert all(map(torch.equal, ours, before))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug.core.ir.containers import leaves
+from fxplug.core.ir.containers import list_leaves
 from fxplug.core.spec.pass_file import open_pass
 from fxplug.core.verifier import _one_graph
 
@@ -199,7 +199,7 @@ def fresh(case):
 def run(module, base, seed=3):
     torch.manual_seed(seed)
     with torch.no_grad():
-        return leaves(module(*base.args, **base.kwargs, **needed(module)))
+        return list_leaves(module(*base.args, **base.kwargs, **needed(module)))
 
 
 def same(ours, theirs):
@@ -213,7 +213,7 @@ def steps(case, optimizer, count):
     losses = []
     for _ in range(count):
         optimizer.zero_grad()
-        out = leaves(case.new(*case.call[0], **case.call[1]))
+        out = list_leaves(case.new(*case.call[0], **case.call[1]))
         loss = sum((a - b).square().mean() for a, b in zip(out, goal, strict=True))
         loss.backward()
         optimizer.step()
@@ -414,7 +414,7 @@ def exports(case):
     bound.apply_defaults()  # torch.export reads the keyword arguments of a GraphModule by position
     program = torch.export.export(case.new, bound.args, bound.kwargs, strict=False)
     with torch.no_grad():
-        ours = leaves(program.module(check_guards=False)(*bound.args, **bound.kwargs))
+        ours = list_leaves(program.module(check_guards=False)(*bound.args, **bound.kwargs))
     for a, b in zip(ours, run(case.new, case.base), strict=True):
         torch.testing.assert_close(a, b)
     if case.added:

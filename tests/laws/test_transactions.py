@@ -18,7 +18,7 @@ from test_changes import loaded, same, seen
 from torch import nn
 
 import fxplug
-from fxplug.adapters.file_passes import adapter_pass
+from fxplug.adapters.file_passes import make_adapter_pass
 from fxplug.core import locks
 from fxplug.core.errors import FxplugError, SpecError
 
@@ -300,7 +300,7 @@ def test_a_strength_is_a_finite_number(weight):
         with pytest.raises(SpecError, match="must be a finite number"):
             fxplug.merge_adapters({"x.safetensors": weight}, "y.safetensors")
         with pytest.raises(SpecError, match="strength.*must be a finite number|must be a finite number.*strength"):
-            adapter_pass({"file": "x.safetensors", "strength": weight})
+            make_adapter_pass({"file": "x.safetensors", "strength": weight})
 
 
 @pytest.mark.parametrize("source", [None, io.BytesIO(b""), b"ink.safetensors", 3, 1.5, ["ink"], torch.ones(2), object()])

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from fxplug.core.spec.pass_file import folder, open_pass, shipped
+from fxplug.core.spec.pass_file import folder, list_shipped, open_pass
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fxplug"
@@ -362,7 +362,7 @@ def test_the_outer_folders_hold_yaml_only(kind):
 
 
 def test_every_pass_says_what_it_is_about():
-    for name in shipped("passes"):
+    for name in list_shipped("passes"):
         about = open_pass(name).source.data["about"]
         assert about[0].isupper() and about.endswith("."), name
 

@@ -8,26 +8,27 @@ from pathlib import Path
 import pytest
 from sweeps import sweep
 
-from fxplug.core.cli.pages import page
-from fxplug.core.spec.pass_file import open_pass, shipped
+from fxplug.core.cli.pages import make_page
+from fxplug.core.spec.pass_file import list_shipped, open_pass
 from fxplug.core.spec.schema import PARAMETERS
 
 PAGES = Path(__file__).parents[2] / "docs/reference/passes"
 
 
-@sweep("name", shipped("passes"), "lora", "skip", "vpt")
+@sweep("name", list_shipped("passes"), "lora", "skip", "vpt")
 def test_the_page_that_is_kept_is_the_one_that_is_made(name):
-    assert (PAGES / f"{name}.md").read_text() == page(name)
+    assert (PAGES / f"{name}.md").read_text() == make_page(name)
 
 
-@pytest.mark.parametrize("name", shipped("passes"))
+@pytest.mark.parametrize("name", list_shipped("passes"))
 def test_every_parameter_is_explained(name):
     data = open_pass(name).source.data
     assert [key for key in data.get("params", {}) if key not in {**PARAMETERS, **data.get("help", {})}] == []
 
 
 def test_there_is_a_page_for_every_pass_and_no_other():
-    assert sorted(p.relative_to(PAGES).with_suffix("").as_posix() for p in PAGES.rglob("*.md")) == sorted(shipped("passes"))
+    pages = sorted(p.relative_to(PAGES).with_suffix("").as_posix() for p in PAGES.rglob("*.md"))
+    assert pages == sorted(list_shipped("passes"))
 
 
 def test_the_pages_about_keys_verbs_and_passes_are_those_that_are_made():

@@ -18,7 +18,7 @@ from checkouts import checkout_of
 from safetensors.torch import load_file
 
 import fxplug
-from fxplug.adapters.layer_names import SWAPPED, first_names
+from fxplug.adapters.layer_names import SWAPPED, map_first_names
 
 CHECKOUT = checkout_of("ldm_patched/modules/lora.py")
 pytestmark = pytest.mark.skipif(not CHECKOUT.is_dir(), reason="SEEDS names no folder with a checkout of Fooocus")
@@ -56,7 +56,7 @@ def flux():
 def under_first_names(state, shapes, kind):
     """The tensors of a model by the names of its first code base, where several layers are one."""
     made = {}
-    for name, paths in first_names(shapes).items():
+    for name, paths in map_first_names(shapes).items():
         rows = [state.get(f"{path.removesuffix(SWAPPED)}.{kind}") for path in paths]
         if all(row is not None for row in rows):
             whole = torch.cat(rows)

@@ -14,8 +14,8 @@ from checkouts import checkout_of
 from comfyui_layers import DATA, layers_in_comfyui, of_all_layers
 from torch import nn
 
-from fxplug.adapters.file_layouts import model_of
-from fxplug.adapters.writing import about_of
+from fxplug.adapters.file_layouts import read_model
+from fxplug.adapters.writing import describe_model
 
 CHECKOUT = checkout_of("comfy/weight_adapter/lora.py")
 pytestmark = pytest.mark.skipif(not CHECKOUT.is_dir(), reason="SEEDS names no folder with a checkout of ComfyUI")
@@ -104,7 +104,7 @@ def test_its_models_have_these_layers_and_take_all_keys(comfy, family, caplog):
     state = {f"diffusion_model.{key}": value for key, value in net.state_dict().items()}
     shapes = {key: tuple(value.shape) for key, value in state.items() if key.endswith(".weight") and value.dim() > 1}
     assert shapes == {f"diffusion_model.{key}.weight": shape for key, shape in layers_in_comfyui(family).items()}
-    about, loaded = model_of(None, family), model(comfy, base, config, state)
+    about, loaded = read_model(None, family), model(comfy, base, config, state)
     for as_ in ("comfy", "kohya"):
         assert patches(comfy, loaded, of_all_layers(about, as_).tensors, caplog).keys() == shapes.keys()
 
@@ -129,7 +129,7 @@ def test_what_is_joined_has_the_order_of_its_own_tables(comfy, family, caplog):
     base, config, build = SMALL[family]
     if family == "z-image" and not hasattr(comfy.utils, "z_image_to_diffusers"):
         pytest.skip("this checkout is older than Z-Image")
-    about = about_of(build())
+    about = describe_model(build())
     torch.manual_seed(0)
     ours = of_all_layers(about, "comfy")
     names = {key.removesuffix(".alpha") for key in ours.tensors if key.endswith(".alpha")}

@@ -15,8 +15,8 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 
 import fxplug
-from fxplug.adapters.contents import layers_of
-from fxplug.adapters.formats import named
+from fxplug.adapters.contents import list_layers
+from fxplug.adapters.formats import name_layers
 from fxplug.adapters.updates import Entry
 
 CHECKOUT = checkout_of("library/train_util.py")
@@ -83,7 +83,7 @@ def test_names_of_sdxl_are_its_own(scripts):
         Entry(path, path, "", "lora", {"down": torch.zeros(2, m.in_features), "up": torch.zeros(m.out_features, 2)}, 1.0, 2)
         for path, m in linear.items()
     ]
-    rows, left = named(entries, "kohya", layers_of(ours), "unet")
+    rows, left = name_layers(entries, "kohya", list_layers(ours), "unet")
     assert not left
     weights = {}
     for key, entry in rows:

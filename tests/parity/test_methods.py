@@ -20,7 +20,7 @@ import fxplug
 from fxplug.blocks.loha import Loha
 from fxplug.blocks.lokr import Lokr
 from fxplug.blocks.lora_weight import Dora, LoraWeight
-from fxplug.blocks.low_rank import factorization, norm_except
+from fxplug.blocks.low_rank import compute_norm, factorization
 from fxplug.blocks.orthogonal import Boft, Oft
 from fxplug.blocks.weight_norms import SpectralNorm, WeightNorm
 from fxplug.blocks.weight_update import Delta
@@ -83,7 +83,7 @@ def test_a_new_map_gives_every_bit_of_the_weight_back(name, shape):
         for parameter in block.parameters():  # as `apply` makes them
             parameter.data = parameter.data.to(dtype)
         if hasattr(block, "magnitude") and not isinstance(block, Boft):
-            block.magnitude.data = norm_except(value, 0).reshape(block.magnitude.shape)
+            block.magnitude.data = compute_norm(value, 0).reshape(block.magnitude.shape)
         out = block(value)
         assert out.dtype == dtype and torch.equal(out, value), dtype
 
@@ -126,7 +126,7 @@ def test_the_norm_of_dora_gets_no_gradient():
     block = Dora(value.shape, rank=2)
     block.magnitude.data = torch.rand(5) + 0.5
     nn.init.normal_(block.up)
-    norm = norm_except(value + block.up @ block.down, 0).detach()
+    norm = compute_norm(value + block.up @ block.down, 0).detach()
     expected = torch.autograd.grad(((value + block.up @ block.down) * block.magnitude[:, None] / norm).pow(2).sum(), [block.up])
     torch.testing.assert_close(torch.autograd.grad(block(value).pow(2).sum(), [block.up]), expected)
 

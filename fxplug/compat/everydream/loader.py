@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from ...core.errors import SpecError, did_you_mean
 from ...core.spec.pass_file import import_target
 from ...core.spec.train_section import Use
-from ...core.spec.yaml_source import shown
+from ...core.spec.yaml_source import quote_yaml
 from ...training.import_paths import construct
 from .hooks import OFFERED, BasePlugin
 
@@ -99,7 +99,7 @@ def load(spec: Any, local: LocalModules) -> object:
     else:
         options = {}
     if isinstance(spec, (Mapping, tuple, list)) or spec is None:
-        raise SpecError(f"must be an import path, or one with its options below it, not {shown(spec)}")
+        raise SpecError(f"must be an import path, or one with its options below it, not {quote_yaml(spec)}")
     kind, name = (_import(spec, local), spec) if isinstance(spec, str) else (spec, getattr(spec, "__name__", ""))
     plugin = construct(kind, Use(name, dict(options or {}))) if isinstance(kind, type) else kind
     if not hook_methods(plugin) and not isinstance(plugin, BasePlugin):
@@ -114,7 +114,7 @@ def _import(path: str, local: LocalModules) -> type:
             found = import_target(target)
         except SpecError as error:
             if "must look like" in error.finding:
-                raise SpecError(f"must look like 'package.module.Class', not {shown(path)}") from None
+                raise SpecError(f"must look like 'package.module.Class', not {quote_yaml(path)}") from None
             looked = f"; looked in {', '.join(local.folders)}, then on the Python path" if "no module" in error.finding else ""
             raise SpecError(f"{path}: {error.finding}{looked}") from error.__cause__
     if isinstance(found, type):
@@ -123,7 +123,7 @@ def _import(path: str, local: LocalModules) -> type:
         classes = [name for name, value in vars(found).items() if getattr(value, "__module__", "") == found.__name__]
         hint = f"; write '{path}.{classes[-1]}'" if classes else ""
         raise SpecError(f"{path} is a module, not a class{hint}")
-    raise SpecError(f"{path} is {shown(found)}, not a class")
+    raise SpecError(f"{path} is {quote_yaml(found)}, not a class")
 
 
 def hook_methods(plugin: object) -> dict[str, tuple[Callable[..., Any], tuple[str, ...]]]:

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ...core.errors import SpecError, TrainError, below, did_you_mean
-from ...core.spec.yaml_source import shown
+from ...core.errors import SpecError, TrainError, did_you_mean, prefix_path
+from ...core.spec.yaml_source import quote_yaml
 from ...training.plugins import Plugins, RunStart
 from .hooks import OFFERED
 from .loader import CHAINED, LocalModules, hook_methods, load
@@ -56,9 +56,9 @@ class LoadedPlugins(Plugins):
         self._local = LocalModules([base or Path.cwd(), Path.cwd()])
         self._plugins: dict[str, object] = {}
         if not isinstance(specs, (list, tuple)):
-            raise SpecError(f"must be a list of plugins, not {shown(specs)}", path=("train", "plugins"))
+            raise SpecError(f"must be a list of plugins, not {quote_yaml(specs)}", path=("train", "plugins"))
         for index, spec in enumerate(specs):
-            with below("train", "plugins", index):
+            with prefix_path("train", "plugins", index):
                 plugin = load(spec, self._local)
             name, count = type(plugin).__name__, sum(type(p).__name__ == type(plugin).__name__ for p in self._plugins.values())
             self._plugins[f"{name}@{count}" if count else name] = plugin

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
-from ...core.errors import FxplugError, SpecError, did_you_mean, shown
+from ...core.errors import FxplugError, SpecError, did_you_mean, quote
 from ...core.spec.addresses import compile_expression
 
 
@@ -122,7 +122,7 @@ class WrapablePlugin:
         excluded: set[str] = set()
         if exclude_key is not None:
             paths = [path for path, _ in self.named_modules(prefix=prefix, remove_duplicate=False)]
-            key = compile_expression(exclude_key, lambda finding: SpecError(f"exclude_key {shown(exclude_key)} {finding}"))
+            key = compile_expression(exclude_key, lambda finding: SpecError(f"exclude_key {quote(exclude_key)} {finding}"))
             excluded = {path for path in paths if key.search(path)}
 
         def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ...core.errors import SpecError, below, did_you_mean
-from ...core.spec.yaml_source import Section, checked, shown, validate
+from ...core.errors import SpecError, did_you_mean, prefix_path
+from ...core.spec.yaml_source import Section, make_validator, quote_yaml, validate
 from .hosts import OPTIONS, Host, Number, common_of, number, patterns, take_key
 from .layer_patterns import read_layers, read_paths
 
@@ -75,7 +75,7 @@ def half_of(mask: Any) -> str | None:
     """Return the half of the batch that a `mask` of HCP-Diffusion selects, first or second; None for all of it. Raises
     SpecError."""
     if mask is not None and (not isinstance(mask, (list, tuple)) or tuple(mask) not in list(MASKS)):
-        raise SpecError(f"{shown(mask)}: an update must be for the whole batch or for one half of it")
+        raise SpecError(f"{quote_yaml(mask)}: an update must be for the whole batch or for one half of it")
     branch = None if mask is None else MASKS[tuple(mask)]
     return None if branch is None else HALVES[branch]
 
@@ -84,22 +84,22 @@ def _rank(rank: Any) -> Any:
     whole = isinstance(rank, int) and not isinstance(rank, bool)
     if not (rank >= 1 if whole else isinstance(rank, float) and 0 < rank <= 1):
         share = "a share of each layer's width, above 0 and at most 1.0"
-        raise SpecError(f"{shown(rank)} is neither a whole number, 1 or more, nor {share}")
+        raise SpecError(f"{quote_yaml(rank)} is neither a whole number, 1 or more, nor {share}")
     return rank
 
 
 class LowRankSection(Section):
     """An entry of `lora_unet`, or what a plugin of these classes is given, beside the keys that all plugins have."""
 
-    layers: Annotated[Any, checked(read_paths)] = Field(description="a list of layers")
+    layers: Annotated[Any, make_validator(read_paths)] = Field(description="a list of layers")
     type: Literal["lora", "loha", "dapp", "p", "n"] = "lora"
     branch: Literal["p", "n"] | None = None
-    mask: Annotated[Any, checked(half_of)] = None
-    rank: Annotated[Any, checked(_rank)] = 1
+    mask: Annotated[Any, make_validator(half_of)] = None
+    rank: Annotated[Any, make_validator(_rank)] = 1
     rank_groups: Literal[2] = Field(2, description="2: a LoHa has two factors")
     alpha: Number = 1.0
     alpha_auto_scale: bool = True
-    dropout: Annotated[float, checked(lambda value: number(value, (), least=0.0, below=1.0))] = 0.0
+    dropout: Annotated[float, make_validator(lambda value: number(value, (), least=0.0, below=1.0))] = 0.0
     bias: bool = False
     svd_init: Literal[False] = Field(False, description="false: fxplug's low-rank update has no such start")
     inplace: Any = None  # where a sum is stored, which a graph decides itself
@@ -114,7 +114,7 @@ class LowRankSection(Section):
 def lora_passes(name: str, entry: Any, host: Host, notes: list[str]) -> dict[str, Any]:
     """Return the pass of one entry of `lora_unet`. Raises SpecError."""
     if not isinstance(entry, Mapping):
-        raise SpecError(f"must be a mapping with 'layers', not {shown(entry)}")
+        raise SpecError(f"must be a mapping with 'layers', not {quote_yaml(entry)}")
     given = {key: value for key, value in entry.items() if key not in OPTIONS}
     return _low_rank(common_of(name, entry, notes), given, host, notes)
 
@@ -144,7 +144,7 @@ def _low_rank(common: dict[str, Any], given: Mapping[str, Any], host: Host, note
             made["bias"] = True
             found.append("the bias of the update is initialised to zero; in HCP-Diffusion it is random")
     notes += [f"{name}: {note}" for note in found]
-    with below("layers"):
+    with prefix_path("layers"):
         host.places(own.layers)
     kind = "hcp/loha" if own.type == "loha" else "hcp/half_lora" if own.half else "hcp/lora"
     return {kind: {**common, "at": patterns(own.layers), **made, **({"half": own.half} if own.half else {})}}

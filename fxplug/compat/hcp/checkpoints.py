@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ...blocks.lora import HalfLora, Lora
 from ...core.errors import ArtifactError, SpecError, did_you_mean
 from ...core.ir.traced_module import TracedModule
-from ...core.reading import about, reported
+from ...core.reading import make_reporter, report_errors
 from ...core.spec.addresses import is_pattern
 from ...core.weight_files import save_file
-from ...core.writing import new_file, open_new
+from ...core.writing import open_new, replace_file
 from .checkpoint_files import State, keyed, read_sections
 
 WRITTEN = {"down.weight": "layer.W_down", "up.weight": "layer.W_up", "up.bias": "layer.bias", "scale": "alpha"}
@@ -102,7 +102,7 @@ def save_checkpoint(module: TracedModule, file: str | Path, *, passes: Sequence[
     if not names:
         listed = ", ".join(passes or [entry["name"] for entry in module.meta.get("passes", [])]) or "there is none"
         raise SpecError(f"no pass here has weights that a checkpoint of HCP-Diffusion can store: {listed}")
-    with reported(about(file), "cannot be written"), new_file(out) as beside:
+    with report_errors(make_reporter(file), "cannot be written"), replace_file(out) as beside:
         if out.suffix == ".ckpt":
             with open_new(beside) as opened:
                 torch.save(sections, opened)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import DEFAULT, SpecError, did_you_mean, dotted
-from ...core.spec.yaml_source import Source, read_yaml, shown
+from ...core.errors import DEFAULT, SpecError, did_you_mean, format_path
+from ...core.spec.yaml_source import Source, quote_yaml, read_yaml
 
 REMOVED = "---"  # a value that takes a key of a `_base_` file away
 BASES = {  # what HCP-Diffusion's own files for `_base_` set, for those who have not got them
@@ -44,7 +44,7 @@ def _read(file: Path, notes: list[str], around: tuple[Path, ...], known: dict[Pa
     bases = source.data["_base_"]
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise source.error(f"must be a list of files, not {shown(bases)}", "_base_")
+        raise source.error(f"must be a list of files, not {quote_yaml(bases)}", "_base_")
     merged = source
     for index, base in enumerate(bases):
         found = near(base, here)
@@ -76,7 +76,7 @@ def _merged(base: Source, over: Source) -> Source:
         return {**one, **{key: merge(one[key], value) if key in one else value for key, value in other.items()}}
 
     if not isinstance(base.data, Mapping):
-        raise SpecError(f"must be a mapping, not {shown(base.data)}", where=base.where())
+        raise SpecError(f"must be a mapping, not {quote_yaml(base.data)}", where=base.where())
     data = merge({k: v for k, v in base.data.items() if k != "_base_"}, over.data)
     return Source(data, over.file, {**base.lines, **over.lines})
 
@@ -110,8 +110,8 @@ class References:
         if not isinstance(here, str) or "${" not in here:
             return here
         if path in asked:
-            chain = " -> ".join(dotted(place) for place in (*asked[asked.index(path) :], path))
-            raise self.source.error(f"{shown(here)} refers to itself: {chain}", *path)
+            chain = " -> ".join(format_path(place) for place in (*asked[asked.index(path) :], path))
+            raise self.source.error(f"{quote_yaml(here)} refers to itself: {chain}", *path)
         return self.text(here, path, (*asked, path))
 
     def text(self, text: str, path: Path_, asked: tuple[Path_, ...]) -> Any:
@@ -121,32 +121,36 @@ class References:
             if found[0] == text:
                 return value
             if isinstance(value, (Mapping, list)):
-                raise self.source.error(f"{shown(text)}: '{found[1]}' is {shown(value)}, which cannot be part of a text", *path)
+                what = f"'{found[1]}' is {quote_yaml(value)}, which cannot be part of a text"
+                raise self.source.error(f"{quote_yaml(text)}: {what}", *path)
             text = text[: found.start()] + str(value) + text[found.end() :]
             if len(text) > DEFAULT.text:
                 raise self.source.error(f"its references expand to a text of more than {DEFAULT.text} characters", *path)
         if "${" in text:
-            raise self.source.error(f"{shown(text)}: '${{' without its '}}'", *path)
+            raise self.source.error(f"{quote_yaml(text)}: '${{' without its '}}'", *path)
         return text
 
     def target(self, reference: str, text: str, path: Path_) -> Path_:
         """Return the path that `a.b[0]` means from the top, or `..a` from its own place: each leading dot is one mapping up."""
         if ":" in reference:
             name = reference.partition(":")[0]
-            raise self.source.error(f"{shown(text)} uses the resolver '{name}', which is not supported: write its value", *path)
+            what = f"uses the resolver '{name}', which is not supported: write its value"
+            raise self.source.error(f"{quote_yaml(text)} {what}", *path)
         read = REFERENCE.fullmatch(reference)
         if read is None or len(read[1]) > len(path):
-            raise self.source.error(f"{shown(text)}: '{reference}' is not a path of the configuration", *path)
+            raise self.source.error(f"{quote_yaml(text)}: '{reference}' is not a path of the configuration", *path)
         found: Path_ = path[: len(path) - len(read[1])] if read[1] else ()
         for key in re.findall(r"[\w-]+", read[2]):
             around = _at(self.source.data, found)
             if isinstance(around, str) and "${" in around:
-                raise self.source.error(f"{shown(text)}: '{dotted(found)}' is a reference: name its target instead", *path)
+                place = format_path(found)
+                raise self.source.error(f"{quote_yaml(text)}: '{place}' is a reference: name its target instead", *path)
             step: str | int = int(key) if isinstance(around, list) and key.isdigit() else key
             known = around if isinstance(around, Mapping) else range(len(around)) if isinstance(around, list) else ()
             if step not in known:
                 hint = did_you_mean(step, around) if isinstance(around, Mapping) else ""
-                raise self.source.error(f"{shown(text)}: no '{dotted((*found, step))}' here or in a _base_ file{hint}", *path)
+                place = format_path((*found, step))
+                raise self.source.error(f"{quote_yaml(text)}: no '{place}' here or in a _base_ file{hint}", *path)
             found = (*found, step)
         return found
 

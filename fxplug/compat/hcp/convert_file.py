@@ -7,8 +7,8 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import SpecError, did_you_mean, nearest
-from ...core.spec.yaml_source import Source, shown
+from ...core.errors import SpecError, did_you_mean, find_nearest
+from ...core.spec.yaml_source import Source, quote_yaml
 from ..configuration import PLACEHOLDER, Converted, build_on_meta, dump_configuration, model_sections, rebase_path
 from .builtin_plugins import lora_passes
 from .checkpoint_files import keyed, read_sections, trained_alpha
@@ -131,7 +131,7 @@ def _sections(source: Source, part: str, notes: list[str], both: bool) -> dict[s
     """
     data = source.data
     if not isinstance(data, Mapping):
-        raise source.error(f"must be a mapping with '{PARTS[part][0]}', not {shown(data)}")
+        raise source.error(f"must be a mapping with '{PARTS[part][0]}', not {quote_yaml(data)}")
     _note_skipped_keys(source, part, notes)
     name = next(name for name in PARTS if name != part)
     other = [key for key in PARTS[name] if data.get(key)]
@@ -153,7 +153,7 @@ def _sections(source: Source, part: str, notes: list[str], both: bool) -> dict[s
     found = {key: references.value(key) if data.get(key) else None for pair in wanted for key in pair}
     for _, loras in wanted:
         if not isinstance(found[loras] or [], list):
-            raise source.error(f"must be a list, not {shown(data[loras])}", loras)
+            raise source.error(f"must be a list, not {quote_yaml(data[loras])}", loras)
     return found
 
 
@@ -162,7 +162,7 @@ def _note_skipped_keys(source: Source, part: str, notes: list[str]) -> None:
     sections = [key for pair in PARTS.values() for key in pair]
     others = [key for key in source.data if key not in (*sections, *TRAINER, "merge")]
     for key in others:
-        near = nearest(key, sections)
+        near = find_nearest(key, sections)
         alike = SequenceMatcher(None, key.lower(), near.lower()).ratio() > ALIKE
         if alike or _names_layers(source.data[key]):
             meant = f" (did you mean '{near}'?)" if near else f"; it names layers, as {', '.join(sections)} do"

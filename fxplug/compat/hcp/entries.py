@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.errors import SpecError, below, did_you_mean
-from ...core.spec.pass_file import accepted_arguments as options_of
+from ...core.errors import SpecError, did_you_mean, prefix_path
 from ...core.spec.pass_file import check_known
-from ...core.spec.yaml_source import Source, shown
+from ...core.spec.pass_file import get_arguments as options_of
+from ...core.spec.yaml_source import Source, quote_yaml
 from .base_classes import (
     BasePluginBlock,
     HookParam,
@@ -42,7 +42,7 @@ def plugins_of(
 ) -> list[dict[str, Any]]:
     """Return the passes of a section of plugins by name, at the path `at` of a file. Raises SpecError with its lines."""
     if not isinstance(entries or {}, Mapping):
-        raise source.error(f"must be a mapping of plugins by name, not {shown(entries)}", *at)
+        raise source.error(f"must be a mapping of plugins by name, not {quote_yaml(entries)}", *at)
     passes: list[dict[str, Any]] = []
     for name, entry in (entries or {}).items():
         with source.inside(*at, name):
@@ -53,10 +53,10 @@ def plugins_of(
 def plugin_passes(name: str, entry: Any, host: Host, notes: list[str]) -> list[dict[str, Any]]:
     """Return the passes of one entry of `plugin_unet`. Raises SpecError with the key that is wrong."""
     if not isinstance(entry, Mapping):
-        raise SpecError(f"must be a mapping with '_target_', not {shown(entry)}")
+        raise SpecError(f"must be a mapping with '_target_', not {quote_yaml(entry)}")
     target = entry.get("_target_")
     if not isinstance(target, str):
-        raise SpecError(f"must be the path of a class, not {shown(target)}", path=("_target_",))
+        raise SpecError(f"must be the path of a class, not {quote_yaml(target)}", path=("_target_",))
     if entry.get("_partial_", True) is not True:
         raise SpecError("must be true: HCP-Diffusion gives the layers itself", path=("_partial_",))
     common = common_of(name, entry, notes)
@@ -66,8 +66,8 @@ def plugin_passes(name: str, entry: Any, host: Host, notes: list[str]) -> list[d
     path, wrap = (target.removesuffix(".wrap_model"), True) if target.endswith(".wrap_model") else (target, False)
     module, _, attribute = path.rpartition(".")
     if not module:
-        raise SpecError(f"must look like 'module.Class', not {shown(target)}", path=("_target_",))
-    with below("_target_"):
+        raise SpecError(f"must look like 'module.Class', not {quote_yaml(target)}", path=("_target_",))
+    with prefix_path("_target_"):
         kind = plugin_class(f"{module}:{attribute}")
     common["plugin"] = f"{module}:{attribute}"
     if issubclass(kind, (PluginBlock, MultiPluginBlock)):
@@ -113,7 +113,7 @@ def _layers(
     kinds = {layer.kind for layer in layers}
     if len(kinds) > 1:
         raise SpecError("some layers have another cls(...) or none: make two plugins", path=("layers",))
-    with below("layers"):
+    with prefix_path("layers"):
         found = host.places(layers)
     given: dict[str, Any] = {**common, "layers": patterns(layers)}
     within, single = kinds.pop(), issubclass(kind, SinglePluginBlock)
@@ -235,9 +235,9 @@ def _pairs(
 ) -> list[dict[str, Any]]:
     if any(layer.kind for layer in (*sources, *targets)) and host.model is None:
         raise SpecError(f"cls(...) in pairs: {host.asks}, so that the layers can be listed", path=("from_layer",))
-    with below("from_layer"):
+    with prefix_path("from_layer"):
         froms = host.places(sources)
-    with below("to_layer"):
+    with prefix_path("to_layer"):
         tos = host.places(targets)
     known = froms is not None and tos is not None
     if not known and len(sources) != len(targets):
@@ -266,7 +266,7 @@ def _multi(
 ) -> dict[str, Any]:
     found = {}
     for key, layers in (("from_layers", sources), ("to_layers", targets)):
-        with below(key):
+        with prefix_path(key):
             found[key] = host.places(layers)
         if found[key] is None:
             raise SpecError(f"has regular expressions: {host.asks}, so that the layers can be listed "

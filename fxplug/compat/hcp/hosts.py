@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from torch import nn
 
 from ...core.errors import SpecError, did_you_mean
-from ...core.spec.addresses import identifier, select
-from ...core.spec.yaml_source import checked, shown
+from ...core.spec.addresses import make_identifier, select
+from ...core.spec.yaml_source import make_validator, quote_yaml
 from .layer_patterns import LayerPattern, places
 
 PARTS = {"unet": ("plugin_unet", "lora_unet"), "TE": ("plugin_TE", "lora_text_encoder")}  # a model: its two sections
@@ -66,14 +66,14 @@ def common_of(name: str, entry: Mapping[str, Any], notes: list[str]) -> dict[str
 def number(value: Any, path: tuple[str | int, ...], least: float = -math.inf, below: float = math.inf) -> float:
     """Return a number of a file. Raises SpecError, with `path`, for a value that is no finite number or out of bounds."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise SpecError(f"must be a number, not {shown(value)}", path=path)
+        raise SpecError(f"must be a number, not {quote_yaml(value)}", path=path)
     if not least <= value < below:
         bounds = f"{least:g} or more" + (f" and below {below:g}" if below < math.inf else "")
-        raise SpecError(f"must be {bounds}, not {shown(value)}", path=path)
+        raise SpecError(f"must be {bounds}, not {quote_yaml(value)}", path=path)
     return float(value)
 
 
-Number = Annotated[float, checked(lambda value: number(value, ()))]
+Number = Annotated[float, make_validator(lambda value: number(value, ()))]
 
 
 def take_key(given: dict[str, Any], key: str) -> Any:
@@ -95,7 +95,7 @@ def patterns(layers: Sequence[LayerPattern]) -> list[str]:
 
 def pass_name(name: str, notes: list[str]) -> str:
     """Return a plugin's name as the name of a pass, a Python identifier."""
-    new = identifier(name)
+    new = make_identifier(name)
     if new != name:
         notes.append(f"plugin '{name}' is renamed to {new}, because names may only have letters, digits and '_'")
     return new

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...core.errors import SpecError, below, did_you_mean, shown
+from ...core.errors import SpecError, did_you_mean, prefix_path, quote
 from ...core.spec.addresses import compile_expression, select
 
 PREFIXES = ("re", "pre_hook", "prehook", "cls(Name)")
@@ -40,7 +40,7 @@ def read_layer(text: object) -> LayerPattern:
     Raises SpecError for another prefix, which HCP-Diffusion would ignore, and for an expression that does not compile.
     """
     if not isinstance(text, str):
-        raise SpecError(f"a layer must be text, not {shown(text)}")
+        raise SpecError(f"a layer must be text, not {quote(text)}")
     rest, regex, pre_hook, kind = text, False, False, None
     while ":" in rest:
         head, _, tail = rest.partition(":")
@@ -64,10 +64,10 @@ def read_layers(entries: object, *path: str) -> list[LayerPattern]:
     """Parse a list of entries, or one, at a path. Raises SpecError."""
     items = [entries] if isinstance(entries, str) else entries
     if not isinstance(items, (list, tuple)) or not items:
-        raise SpecError(f"must be a list of layers, not {shown(entries)}", path=path)
+        raise SpecError(f"must be a list of layers, not {quote(entries)}", path=path)
     found = []
     for index, item in enumerate(items):
-        with below(*path, index):
+        with prefix_path(*path, index):
             found.append(read_layer(item))
     return found
 

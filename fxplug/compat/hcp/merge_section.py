@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ...core.errors import SpecError, did_you_mean
-from ...core.spec.yaml_source import Section, Source, checked, shown, validate
+from ...core.spec.yaml_source import Section, Source, make_validator, quote_yaml, validate
 from .builtin_plugins import half_of
 from .config_files import References, near, read_files
 from .entries import plugins_of
@@ -56,12 +56,12 @@ def read_merge(source: Source, part: str, host: Host, notes: list[str]) -> Merge
     found = MergeSection()
     section = References(source).value("merge") if source.data.get("merge") is not None else {}
     if not isinstance(section, Mapping):
-        raise source.error(f"must be a mapping of groups, not {shown(section)}", "merge")
+        raise source.error(f"must be a mapping of groups, not {quote_yaml(section)}", "merge")
     plugins = _plugins(source, section.get("plugin_cfg"), part, host, notes)
     found.passes += plugins
     known = [next(iter(entry.values()))["name"] for entry in plugins]
     if not isinstance(section.get("load_ema", False), bool):
-        raise source.error(f"must be true or false, not {shown(section['load_ema'])}", "merge", "load_ema")
+        raise source.error(f"must be true or false, not {quote_yaml(section['load_ema'])}", "merge", "load_ema")
     for name, group in section.items():
         if name == "plugin_cfg" or not isinstance(group, Mapping):
             continue  # values that others refer to
@@ -75,14 +75,14 @@ def _layers(layers: Any) -> list[str] | None:
     return None if layers == "all" else [layer.text for layer in read_paths(layers)]
 
 
-Layers = Annotated[Any, checked(_layers)]
+Layers = Annotated[Any, make_validator(_layers)]
 
 
 class _LoraSection(Section):
     path: str = Field(min_length=1, description="a file")
     alpha: Number = 1.0
     layers: Layers = None
-    mask: Annotated[Any, checked(lambda mask: half_of(mask) and list(mask))] = None
+    mask: Annotated[Any, make_validator(lambda mask: half_of(mask) and list(mask))] = None
     dropout: Any = None
     alpha_auto_scale: bool = True
 
@@ -144,7 +144,7 @@ def _plugins(source: Source, given: Any, part: str, host: Host, notes: list[str]
         entries = References(other).value(key) if isinstance(other.data, Mapping) and other.data.get(key) else {}
         return plugins_of(other, (key,), entries, host, notes)
     if not isinstance(given, Mapping):
-        raise source.error(f"must be a file or a mapping with '{key}', not {shown(given)}", "merge", "plugin_cfg")
+        raise source.error(f"must be a file or a mapping with '{key}', not {quote_yaml(given)}", "merge", "plugin_cfg")
     return plugins_of(source, ("merge", "plugin_cfg", key), given.get(key), host, notes)
 
 
@@ -153,7 +153,7 @@ def _plugin_weights(group: str, plugins: Mapping[str, Any], known: list[str], no
     for name, item in plugins.items():
         path = ("plugin", name)
         if not isinstance(item, Mapping) or not isinstance(item.get("path"), str):
-            raise SpecError(f"must be a mapping with 'path', not {shown(item)}", path=path)
+            raise SpecError(f"must be a mapping with 'path', not {quote_yaml(item)}", path=path)
         here = [one for one in known if one == pass_name(str(name), []) or one.startswith(f"{pass_name(str(name), [])}_")]
         if not here:
             raise SpecError(f"plugin_cfg has no plugin '{name}'{did_you_mean(name, known)}", path=path)

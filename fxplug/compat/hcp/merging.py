@@ -18,11 +18,11 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ...blocks.lora import HalfLora, Lora
-from ...core.errors import ArtifactError, SpecError, below, did_you_mean, shown
+from ...core.errors import ArtifactError, SpecError, did_you_mean, prefix_path, quote
 from ...core.models.factory import build
 from ...core.spec.rules import COMMON, Match, Pass, Rule
 from ...core.spec.run_config import load_config
-from ...core.spec.yaml_source import Section, checked, validate
+from ...core.spec.yaml_source import Section, make_validator, validate
 from .builtin_plugins import half_of
 from .checkpoint_files import State, keyed, read_sections, selected
 from .hosts import Number
@@ -38,7 +38,7 @@ class UpdateSection(Section):
     file: str = Field(min_length=1, description="the path of a file")
     alpha: Number = 1.0
     layers: Any = "all"
-    mask: Annotated[Any, checked(half_of)] = None
+    mask: Annotated[Any, make_validator(half_of)] = None
     ema: bool = False
     alpha_auto_scale: bool = True
 
@@ -93,12 +93,12 @@ def checkpoint_pass(given: Any) -> Pass:
     Raises SpecError whose path is below the entry, also for a file.
     """
     if not isinstance(given, Mapping):
-        raise SpecError(f"must be a mapping with 'file', not {shown(given)}")
+        raise SpecError(f"must be a mapping with 'file', not {quote(given)}")
     common = {key: value for key, value in given.items() if key in COMMON}
     params = {key: value for key, value in given.items() if key not in COMMON}
     own = validate(UpdateSection, params)
     sections = _sections(own.file, own.ema)
-    with below("file"):
+    with prefix_path("file"):
         weights = keyed("lora", sections.get("lora", {}), own.file)
     chosen = selected(list(weights), own.layers, own.file)
     if not weights:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from torch import nn
 
-from ...core.errors import SpecError, TraceError, shown
+from ...core.errors import SpecError, TraceError, quote
 from ...core.spec.addresses import is_pattern
 from ...core.spec.rules import COMMON, Match, Pass, Rule
 from ...core.spec.yaml_source import Section, validate
-from ...core.spec.yaml_source import checked as read_by
+from ...core.spec.yaml_source import make_validator as read_by
 from ..kept_state import ReadNames
 from ..structures import checked
 from .base_classes import PatchPluginBlock, PatchPluginContainer
@@ -224,7 +224,7 @@ def check_alone(site: Site) -> None:
 def _listed(value: Any) -> list[Any]:
     """Return a list, also for one text. Raises SpecError."""
     if not isinstance(value, (str, list, tuple)):
-        raise SpecError(f"must be a list, not {shown(value)}")
+        raise SpecError(f"must be a list, not {quote(value)}")
     return [value] if isinstance(value, str) else list(value)
 
 

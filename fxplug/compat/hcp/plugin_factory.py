@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ...core.errors import FxplugError, SpecError, TraceError, did_you_mean, dotted, shown
+from ...core.errors import FxplugError, SpecError, TraceError, did_you_mean, format_path, quote
 from ...core.ir.containers import CodeInGraph, Container
 from ...core.ir.regions import Regions
 from ...core.spec.addresses import compile_expression
-from ...core.spec.pass_file import accepted_arguments, check_options, import_target
+from ...core.spec.pass_file import check_options, get_arguments, import_target
 from ...core.spec.rules import check_common
 from ..kept_state import MethodCall
 from .base_classes import MAKING, BasePluginBlock, Making, MultiPluginBlock, PatchPluginBlock, PluginBlock, SinglePluginBlock
@@ -51,7 +51,7 @@ def patches(
         try:
             check_common({key: entry[key] for key in TRAINED if key in entry})
         except SpecError as error:
-            raise SpecError(f"also: {dotted(error.path)} of {entry['name']} {error.finding}") from None
+            raise SpecError(f"also: {format_path(error.path)} of {entry['name']} {error.finding}") from None
         here = {**given, "name": entry["name"], "host": host}
         made = make(entry["plugin"], PatchPluginBlock, here, entry.get("options"), entry.get("wrap", wrap))
         if container is not None and made.container() is not container:
@@ -79,7 +79,7 @@ def make(
     for key in options:
         if key in given and key != "hook_param":
             raise SpecError(f"'{key}' is set by the place of a plugin and cannot be an option")
-    known = accepted_arguments(kind)
+    known = get_arguments(kind)
     host_given = {k: v for k, v in given.items() if k in known.names or known.free}
     if "lora_id" in known.names and "name" not in known.names:
         host_given.pop("name", None)
@@ -271,7 +271,7 @@ class _Inputs(dict[str, Any]):
 def _refuse_excluded(site: Site, exclude_key: str | None) -> None:
     if exclude_key is None:
         return
-    key = compile_expression(exclude_key, lambda finding: SpecError(f"exclude_key {shown(exclude_key)} {finding}"))
+    key = compile_expression(exclude_key, lambda finding: SpecError(f"exclude_key {quote(exclude_key)} {finding}"))
     if key.search(site.path):
         raise SpecError(
             f"wrap_model excludes '{site.path}' (exclude_key '{exclude_key}'), and a pass cannot: list the layers, or convert "

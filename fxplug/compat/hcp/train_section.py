@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...core.errors import SpecError, shown
+from ...core.errors import SpecError, quote
 from ...core.spec.yaml_source import Source
 from .config_files import References
 from .hosts import RATE, number, patterns, take_key
@@ -42,7 +42,7 @@ def training(source: Source, notes: list[str]) -> dict[str, Any]:
     denoise: dict[str, Any] = {"vae": f"{place}/vae", "text": str(place), "scheduler": f"{place}/scheduler"}
     if (scale := _guidance(said)) is None:
         notes.append(
-            f"cfg_scale {shown(said['cfg_scale'])} changes with the time, and train_guidance is one number: the sections train "
+            f"cfg_scale {quote(said['cfg_scale'])} changes with the time, and train_guidance is one number: the sections train "
             "and data are left out"
         )
         return {}
@@ -81,7 +81,7 @@ def own_layers(source: Source, more: dict[str, Any], notes: list[str]) -> None:
     for index, entry in enumerate(entries):
         with source.inside("unet", index):
             if not isinstance(entry, Mapping):
-                raise SpecError(f"must be a mapping with 'layers', not {shown(entry)}")
+                raise SpecError(f"must be a mapping with 'layers', not {quote(entry)}")
             layers = read_paths(take_key(dict(entry), "layers"), "layers")
             rates.add(number(entry.get("lr", RATE), ("lr",), least=0.0))
             found += [pattern or "**" for pattern in patterns(layers)]
@@ -127,7 +127,7 @@ class _TrainerReferences(References):
     def section(self, key: str) -> dict[str, Any]:
         found = self.top(key)
         if found is not None and not isinstance(found, Mapping):
-            raise self.source.error(f"must be a mapping, not {shown(found)}", key)
+            raise self.source.error(f"must be a mapping, not {quote(found)}", key)
         return dict(found or {})
 
 
@@ -160,7 +160,7 @@ def _loop(said: Mapping[str, Any], denoise: dict[str, Any], notes: list[str]) ->
         if loss.get("type") == "v":
             denoise["prediction"] = "v_prediction"
         elif loss.get("type") not in (None, "eps"):
-            notes.append(f"train.loss: type: {shown(loss['type'])} is not supported")
+            notes.append(f"train.loss: type: {quote(loss['type'])} is not supported")
         criterion = loss.get("criterion")
         target = str(criterion.get("_target_")).rpartition(".")[2] if isinstance(criterion, Mapping) else "MSELoss"
         if isinstance(criterion, Mapping) and target == "MinSNRLoss":
@@ -191,13 +191,13 @@ def _schedule(scheduler: Any, steps: Any, notes: list[str]) -> dict[str, Any]:
         given = {key: _number(value) for key, value in scheduler.items() if not key.startswith("_")}
         return {"scheduler": {target.rpartition(".")[2]: given}}
     if (course := SCHEDULERS.get(str(name))) is None:
-        notes.append(f"the scheduler {shown(name or target)} is not supported: the learning rate is constant")
+        notes.append(f"the scheduler {quote(name or target)} is not supported: the learning rate is constant")
         return {}
     if name in ("linear", "cosine") and isinstance(length, int) and steps not in (None, length):
         notes.append(f"the scheduler {name} ends with the run, after {steps} steps; in HCP-Diffusion after {length}")
     left = [key for key, value in (scheduler.get("scheduler_kwargs") or {}).items() if value is not None]
     if warmup is not None and not isinstance(warmup, int):
-        left.append(f"num_warmup_steps: {shown(warmup)}")
+        left.append(f"num_warmup_steps: {quote(warmup)}")
     if left:
         notes.append(f"the scheduler {name}: {', '.join(left)}: not supported")
     warmed = isinstance(warmup, int) and warmup > 0 and name != "constant"

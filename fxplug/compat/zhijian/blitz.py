@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...core.errors import SpecError, below, did_you_mean
+from ...core.errors import SpecError, did_you_mean, prefix_path
 from ...core.spec.rules import COMMON, Match, Pass, Rule, check_common, check_target
-from ...core.spec.yaml_source import NOWHERE, Source, Where, shown
+from ...core.spec.yaml_source import NOWHERE, Source, Where, quote_yaml
 from .line import Insertion, Line, ModuleSide, parse
 from .lists import AddinEntry, entry_rules, read_entry
 
@@ -81,12 +81,12 @@ def blitz_entry(given: Any) -> Pass:
     of class names to either. Raises SpecError whose path is below the entry.
     """
     if not isinstance(given, Mapping):
-        raise SpecError(f"must be a mapping with 'line' and 'addin', not {shown(given)}")
+        raise SpecError(f"must be a mapping with 'line' and 'addin', not {quote_yaml(given)}")
     Source(given).keys((*KEYS, *COMMON), KEYS)
     line, common = given["line"], {key: given[key] for key in COMMON if key in given}
     texts = [line] if isinstance(line, str) else line
     if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, (str, Mapping)) for text in texts):
-        raise SpecError(f"must be a line or a list of lines, not {shown(line)}", path=("line",))
+        raise SpecError(f"must be a line or a list of lines, not {quote_yaml(line)}", path=("line",))
     check_common(common)
     expect = common.pop("expect", None)
     try:
@@ -109,7 +109,7 @@ def _by_class(addin: Any, lines: Sequence[Line | AddinEntry]) -> dict[str, Any]:
     if not isinstance(addin, Mapping) or "use" in addin:
         return {_class_name(addin, ("addin",)): addin}
     if not addin or not all(isinstance(key, str) for key in addin):
-        raise SpecError(f"must have an add-in for each of {', '.join(wanted)}, not {shown(addin)}", path=("addin",))
+        raise SpecError(f"must have an add-in for each of {', '.join(wanted)}, not {quote_yaml(addin)}", path=("addin",))
     for key, value in addin.items():
         if key not in wanted:
             raise SpecError(f"no line names '{key}'{did_you_mean(key, wanted)}", path=("addin",), key=key)
@@ -122,16 +122,16 @@ def _class_name(addin: Any, path: tuple[str, ...]) -> str:
     if isinstance(addin, str):
         addin = {"use": addin}
     if isinstance(addin, Mapping):
-        with below(*path):
+        with prefix_path(*path):
             Source(addin).keys(("use", "options"), ())
         check_target(addin.get("use"), *path, "use")
         if not isinstance(addin.get("options", {}), Mapping):
-            raise SpecError(f"must be a mapping, not {shown(addin['options'])}", path=(*path, "options"))
+            raise SpecError(f"must be a mapping, not {quote_yaml(addin['options'])}", path=(*path, "options"))
         return str(addin["use"]).rpartition(":")[2].rpartition(".")[2]
     made = getattr(addin, "func", addin)  # of a functools.partial
     kind = made if isinstance(made, type) else type(made)
     if not callable(getattr(kind, "forward", None)):
-        finding = f"must be an add-in (an nn.Module), its class, or a mapping with 'use', not {shown(addin)}"
+        finding = f"must be an add-in (an nn.Module), its class, or a mapping with 'use', not {quote_yaml(addin)}"
         raise SpecError(finding, path=path)
     return kind.__name__
 

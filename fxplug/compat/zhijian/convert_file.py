@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import SpecError
-from ...core.spec.yaml_source import Source, read_yaml, shown
+from ...core.spec.yaml_source import Source, quote_yaml, read_yaml
 from ..configuration import PLACEHOLDER, Converted, build_on_meta, dump_configuration, model_sections
 from .imports import imported
 from .line import parse
@@ -69,7 +69,7 @@ def _optimizer(course: Mapping[str, Any]) -> Any:
     """Return the optimizer that ZhiJian makes of its settings."""
     name = course["optimizer"]
     if name not in ("adam", "adamw", "sgd"):
-        raise SpecError(f"ZhiJian has no optimizer {shown(name)}; it has adam, adamw, sgd", path=("optimizer",))
+        raise SpecError(f"ZhiJian has no optimizer {quote_yaml(name)}; it has adam, adamw, sgd", path=("optimizer",))
     return {"sgd": {"momentum": course["mom"], "nesterov": True}} if name == "sgd" else name
 
 
@@ -81,16 +81,16 @@ def _scheduler(course: Mapping[str, Any]) -> dict[str, Any]:
         return {"CosineAnnealingLR": {"per": "epoch", "eta_min": floor}} if floor else {"cosine": {"per": "epoch"}}
     if name not in ("step", "multistep"):
         why = "is stepped without a loss there, which torch refuses" if name == "plateau" else "is not a scheduler of ZhiJian's"
-        raise SpecError(f"{shown(name)} {why}: use cosine, step or multistep", path=("lr_scheduler",))
+        raise SpecError(f"{quote_yaml(name)} {why}: use cosine, step or multistep", path=("lr_scheduler",))
     try:
         steps = (
             {"milestones": [int(part) for part in str(size).split(",")]} if name == "multistep" else {"step_size": int(size)}
         )
     except (TypeError, ValueError):
         wanted = "a number of epochs" if name == "step" else "epochs with commas between them"
-        raise SpecError(f"must be {wanted}, not {shown(size)}", path=("step_size",)) from None
+        raise SpecError(f"must be {wanted}, not {quote_yaml(size)}", path=("step_size",)) from None
     if not isinstance(gamma, (int, float)):
-        raise SpecError(f"must be a number, not {shown(gamma)}", path=("gamma",))
+        raise SpecError(f"must be a number, not {quote_yaml(gamma)}", path=("gamma",))
     return {"StepLR" if name == "step" else "MultiStepLR": {"per": "epoch", **steps, "gamma": gamma}}
 
 
@@ -98,7 +98,7 @@ def _lines(source: Source) -> tuple[list[str], list[Any]]:
     """Return the classes of the add-ins, and the entries and lines as written in the file."""
     addins, text = source.data.get("addins") or [], source.data.get("config_blitz")
     if not isinstance(addins, list) or not all(isinstance(entry, Mapping) for entry in addins):
-        raise source.error(f"must be a list of add-ins, not {shown(addins)}", "addins")
+        raise source.error(f"must be a list of add-ins, not {quote_yaml(addins)}", "addins")
     entries: list[AddinEntry] = []
     for index, given in enumerate(addins):
         with source.inside("addins", index):

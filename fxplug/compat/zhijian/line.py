@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from ...core.errors import SpecError, did_you_mean, shown
+from ...core.errors import SpecError, did_you_mean, quote
 
 KINDS = ("inout", "in", "out")
 ENDS = ("...", "…", "input", "output")  # steps that stand for modules nobody names
@@ -110,7 +110,7 @@ class Line:
 def parse(text: str) -> list[Line]:
     """Parse one line or several. Raises SpecError that points at the place, and says what was expected there."""
     if not isinstance(text, str):
-        raise SpecError(f"a line must be text such as '(MLPAddin.adapt_input): ...->{{inout1}}(fc2)->...', not {shown(text)}")
+        raise SpecError(f"a line must be text such as '(MLPAddin.adapt_input): ...->{{inout1}}(fc2)->...', not {quote(text)}")
     return list(_LineReader(text).lines())
 
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.errors import SpecError, below
+from ...core.errors import SpecError, prefix_path
 from ...core.spec.rules import Match, Rule
-from ...core.spec.yaml_source import Source, Where, shown
+from ...core.spec.yaml_source import Source, Where, quote_yaml
 
 KEYS = ("name", "location", "hook", "kwargs")
 SIDES = {"pre": "in", "post": "out"}
@@ -46,20 +46,20 @@ class AddinEntry:
 
 def read_entry(given: Mapping[str, Any], at: tuple[str | int, ...]) -> AddinEntry:
     """Parse one entry of a list, at the path `at` in what the user wrote. Raises SpecError."""
-    with below(*at):
+    with prefix_path(*at):
         Source(given).keys(KEYS, KEYS[:3])
     name, places, hooks, kwargs = given["name"], given["location"], given["hook"], given.get("kwargs")
     if not isinstance(name, str) or not name.isidentifier():
-        raise SpecError(f"must be the class of an add-in, not {shown(name)}", path=(*at, "name"))
+        raise SpecError(f"must be the class of an add-in, not {quote_yaml(name)}", path=(*at, "name"))
     if not _lists(places, (str, int)):
-        raise SpecError(f"must be a list of places such as [blocks, 0, attn], not {shown(places)}", path=(*at, "location"))
+        raise SpecError(f"must be a list of places such as [blocks, 0, attn], not {quote_yaml(places)}", path=(*at, "location"))
     if not _lists(hooks, str) or not all(len(hook) == 2 and hook[1] in SIDES for hook in hooks):
-        raise SpecError(f"must be a list of [method, pre] or [method, post], not {shown(hooks)}", path=(*at, "hook"))
+        raise SpecError(f"must be a list of [method, pre] or [method, post], not {quote_yaml(hooks)}", path=(*at, "hook"))
     if len(places) != len(hooks):
         raise SpecError(f"{len(hooks)} hooks for {len(places)} places; they are paired in order, so the "
                         "numbers must be equal", path=(*at, "hook"))
     if not isinstance(kwargs or {}, Mapping):
-        raise SpecError(f"must be a mapping, not {shown(kwargs)}", path=(*at, "kwargs"))
+        raise SpecError(f"must be a mapping, not {quote_yaml(kwargs)}", path=(*at, "kwargs"))
     paired = (Hook(module_path(place), method, SIDES[side]) for place, (method, side) in zip(places, hooks, strict=True))
     return AddinEntry(name, tuple(paired), kwargs or {}, at)
 

@@ -18,16 +18,16 @@ from torch import nn
 
 from ... import __version__
 from ...blocks.base import LowRank
-from ..errors import DEFAULT, ArtifactError, Limits, SpecError, shown
-from ..extensions import derivation_of
+from ..errors import DEFAULT, ArtifactError, Limits, SpecError, quote
+from ..extensions import get_derivation
 from ..hub_names import local_path, naming_repository
 from ..ir.containers import Container
 from ..ir.graph import note_tied
 from ..ir.traced_module import TracedModule, drop_forward
 from ..locks import with_read_lock
-from ..reading import Raises, reported
+from ..reading import Raises, report_errors
 from ..weight_files import save_file
-from ..writing import new_folder
+from ..writing import replace_folder
 from .document import (
     FIXED,
     FORMAT,
@@ -38,34 +38,34 @@ from .document import (
     Variant,
     check_counts,
     check_record,
-    files_of,
+    convert_errors,
+    list_files,
+    open_snapshot,
     parse,
-    snapshot,
-    wrapped,
 )
-from .graph_json import GraphReader, reach, write_graph
+from .graph_json import GraphReader, resolve_path, write_graph
 from .modules import fill, read_modules, write_modules
-from .tensor_records import read_tensors, records_of, state_of
-from .value_json import Unportable, decode, encode, portable
+from .tensor_records import list_state, make_records, read_tensors
+from .value_json import Unportable, decode, encode, encode_portable
 
 
 def check_passes(passes: Any, modules: Collection[str]) -> None:
     """Raises ArtifactError unless this is a list of passes as `apply` writes them down; `modules` are the paths there are."""
     if type(passes) is not list:
-        raise ArtifactError(f"graph.json: the passes must be a list, not {shown(passes)}")
+        raise ArtifactError(f"graph.json: the passes must be a list, not {quote(passes)}")
     for number, entry in enumerate(passes):
         where = f"graph.json: pass {number + 1}"
         applied = check_record(AppliedPass, entry, where)
         gates = "gates" in applied.networks
         if gates and f"{applied.name}.gates.table" not in modules:
-            raise ArtifactError(f"{where} has slots, but the module '{shown(applied.name)}.gates.table' is missing")
+            raise ArtifactError(f"{where} has slots, but the module '{quote(applied.name)}.gates.table' is missing")
         for index, site in enumerate(applied.sites):
             if site.bank is None:  # where the block may be the kind of operation that a pass made
                 continue
             if not gates:
                 raise ArtifactError(f"{where} has slots, but the network 'gates', which has their strengths, is missing")
             if site.block not in modules:
-                raise ArtifactError(f"{where}, site {index + 1}: its block, the module {shown(site.block)}, is missing")
+                raise ArtifactError(f"{where}, site {index + 1}: its block, the module {quote(site.block)}, is missing")
 
 
 MODES = {"eval": False, "train": True}
@@ -108,13 +108,13 @@ def save(
     module = _saved_form(module)
     target = Path(folder).absolute()
     raises = _unwritten(folder)
-    with reported(raises, "cannot be written"):
+    with report_errors(raises, "cannot be written"):
         _check_target(target, overwrite)
     modules = module.modules_by_form
     document, files = _document(modules)
     data = _dump(document)
     _check_readable(data, files)
-    with reported(raises, "cannot be written"), new_folder(target, own=files_of) as work:
+    with report_errors(raises, "cannot be written"), replace_folder(target, own=list_files) as work:
         _write_files(work, modules, data, files, config)
     return Path(folder)
 
@@ -159,9 +159,9 @@ def load(
     if isinstance(allow, str):
         allow = [allow]
     if digest is not None and not (isinstance(digest, str) and DIGEST.match(digest)):
-        raise SpecError(f"digest must be 'sha256:' and 64 hexadecimal digits, as fxplug.digest gives it, not {shown(digest)}")
+        raise SpecError(f"digest must be 'sha256:' and 64 hexadecimal digits, as fxplug.digest gives it, not {quote(digest)}")
     path = local_path(folder, "artifact", revision, limits)
-    with naming_repository(folder, path), snapshot(path, limits) as files, wrapped(f"{folder} cannot be read"):
+    with naming_repository(folder, path), open_snapshot(path, limits) as files, convert_errors(f"{folder} cannot be read"):
         if digest is not None and digest.lower() != files.digest:
             raise ArtifactError(
                 f"{folder} has the digest {files.digest}, not {digest}: it was changed or is another one. If this one is to be "
@@ -171,7 +171,7 @@ def load(
         for name in files.files:
             if name != "graph.json" and name not in files.weights:
                 files.check(name)
-        with wrapped("graph.json cannot be used"):
+        with convert_errors("graph.json cannot be used"):
             return _build(document, files.tensors(), allow, device, files.limits)
 
 
@@ -189,7 +189,7 @@ def digest(folder: str | os.PathLike[str]) -> str:
     Raises:
         ArtifactError: The folder is no artifact, or incomplete.
     """
-    with snapshot(Path(folder)) as files:
+    with open_snapshot(Path(folder)) as files:
         return files.digest
 
 
@@ -213,7 +213,7 @@ def _named_classes(document: dict[str, Any]) -> list[str]:
 
 def _saved_form(module: TracedModule) -> TracedModule:
     """What a file has of a module: what a lowered one was made from. Raises ArtifactError for one with parts of weights."""
-    derivation = derivation_of(module)
+    derivation = get_derivation(module)
     return module if derivation is None else derivation.saved_form(module)
 
 
@@ -225,7 +225,7 @@ def _document(
     for part in module.modules():
         if part is not module:  # whose hooks, as those of a pipeline's offloading, are not the module's
             drop_forward(part)
-    tensors, files = records_of(module, _pass_names(module), values)
+    tensors, files = make_records(module, _pass_names(module), values)
     stacks: list[Any] = []
     try:
         modules = write_modules(module)
@@ -243,7 +243,7 @@ def _document(
         "modes": [name for name, m in module.named_modules() if m.training != module.training],
         "twin_error": module.twin_error,
         "meta": meta,
-        "extras": portable(module._extras),
+        "extras": encode_portable(module._extras),
         "tensors": tensors,
         "modules": modules,
         "stacks": stacks,
@@ -272,7 +272,7 @@ def _pass_names(module: TracedModule) -> list[str]:
 
 def _check_readable(data: bytes, files: dict[str, dict[str, torch.Tensor]]) -> None:
     """Build a module of what is about to be written: better to fail while the saved one is there."""
-    with wrapped("this module cannot be saved"):
+    with convert_errors("this module cannot be saved"):
         document = parse(data)
         allow = [name.partition(":")[0] for name in _named_classes(document)]
         _build(document, ((file, name, value) for file, kept in files.items() for name, value in kept.items()), allow)
@@ -388,10 +388,10 @@ def _build(
     banks = [path for path, m in tree.named_modules() if isinstance(m, LowRank)]
     dropped = {f"{path}.{key}" for path in banks for key in DROPPED} & records.keys()
     records = {name: record for name, record in records.items() if name not in dropped}
-    names = [name for name, _, _ in state_of(tree)]
+    names = [name for name, _, _ in list_state(tree)]
     if names != list(records):
         odd = sorted(set(names) ^ set(records)) or names
-        raise ArtifactError(f"graph.json: the modules and the tensors do not match: {', '.join(map(shown, odd[:3]))}")
+        raise ArtifactError(f"graph.json: the modules and the tensors do not match: {', '.join(map(quote, odd[:3]))}")
     called = {n for n, m in modules.items() if not isinstance(m, Container)}
     tensors = {
         f"{path}.{key}" if path else key
@@ -421,14 +421,14 @@ def _build(
 
 def _add_variants(module: Any, entries: Sequence[Variant], reader: GraphReader) -> None:
     """Give a `Variants` its graphs for other forms of call. Raises ArtifactError."""
-    from ..ir.variants import inputs_of
+    from ..ir.variants import get_inputs
 
     found = []
     for entry in entries:
         graphs = _read_graphs(entry, reader)
         _check_paths(module, graphs)
         found.append((graphs, entry.twin_error))
-        if inputs_of(next(iter(graphs.values()))) != inputs_of(module.graph):
+        if get_inputs(next(iter(graphs.values()))) != get_inputs(module.graph):
             raise ArtifactError("graph.json: a variant has other inputs than the model")
     module.keep_only(found)
 
@@ -438,9 +438,9 @@ def _check_paths(module: TracedModule, graphs: dict[bool, Any]) -> None:
     for graph in graphs.values():
         for node in graph.nodes:
             if node.op in ("get_attr", "call_module"):
-                found = reach(module, node.target)
+                found = resolve_path(module, node.target)
                 if isinstance(found, torch.Tensor) is not (node.op == "get_attr") or isinstance(found, Container):
-                    raise ArtifactError(f"graph.json: node '{node.name}' uses {shown(node.target)} as something that it is not")
+                    raise ArtifactError(f"graph.json: node '{node.name}' uses {quote(node.target)} as something that it is not")
 
 
 def _set_modes(module: TracedModule, document: Document, modules: dict[str, nn.Module]) -> None:
@@ -449,7 +449,7 @@ def _set_modes(module: TracedModule, document: Document, modules: dict[str, nn.M
     module.twin_error = twin_error
     for name in document.modes:
         if name not in modules or not name:
-            raise ArtifactError(f"graph.json: a mode is given for {shown(name)}, which is not a module")
+            raise ArtifactError(f"graph.json: a mode is given for {quote(name)}, which is not a module")
         modules[name].training = not document.training
 
 

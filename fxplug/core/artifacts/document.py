@@ -14,12 +14,12 @@ from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 import torch
 from pydantic import FailFast, Field
 
-from ..errors import DEFAULT, ArtifactError, Limits, SpecError, printable, shown
+from ..errors import DEFAULT, ArtifactError, Limits, SpecError, make_printable, quote
 from ..hub_names import unlinked
-from ..reading import about, begins, check_format, opened, parse_json, reported, size_of
+from ..reading import check_format, get_size, guess_kind, make_reporter, open_regular_file, parse_json, report_errors
 from ..spec.yaml_source import Section, validate
-from ..weight_files import PIECE, header, tensors
-from ..writing import recovered
+from ..weight_files import PIECE, read_header, read_tensors
+from ..writing import find_whole_folder
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -186,7 +186,7 @@ def check_counts(document: Mapping[str, Any], limits: Mapping[str, int]) -> None
 
 
 @contextlib.contextmanager
-def wrapped(finding: str) -> Iterator[None]:
+def convert_errors(finding: str) -> Iterator[None]:
     """Raise any error in reading foreign data as an ArtifactError about the data."""
     try:
         yield
@@ -197,10 +197,10 @@ def wrapped(finding: str) -> Iterator[None]:
     except MemoryError:
         raise ArtifactError(f"{finding}: there is not enough memory for it") from None
     except Exception as error:  # of torch and json, about data that is not ours
-        raise ArtifactError(f"{finding}: {type(error).__name__}: {shown(str(error), 300)}") from error
+        raise ArtifactError(f"{finding}: {type(error).__name__}: {quote(str(error), 300)}") from error
 
 
-def files_of(folder: Path) -> set[str]:
+def list_files(folder: Path) -> set[str]:
     """Return the names of the files of the artifact in a folder; all names if there is none."""
     if not (folder / MANIFEST).is_file():
         return set(os.listdir(folder))
@@ -224,13 +224,13 @@ class Manifest(Free):
 
 def listed(data: dict[str, Any], folder: object) -> dict[str, FileRecord]:
     """Return the files of an artifact. Raises ArtifactError."""
-    check_format(data, FORMAT, about(str(folder)))
+    check_format(data, FORMAT, make_reporter(str(folder)))
     files = check_record(Manifest, data, MANIFEST).files
     for name in files:
         if "/" in name or "\\" in name or name in ("", ".", "..") or "\0" in name:
-            raise ArtifactError(f"{MANIFEST} lists {shown(name)}, which is outside the folder")
+            raise ArtifactError(f"{MANIFEST} lists {quote(name)}, which is outside the folder")
         if name not in FIXED and not (name.endswith(".safetensors") and PASS_NAME.match(name.removesuffix(".safetensors"))):
-            raise ArtifactError(f"{MANIFEST} lists {shown(name)}, a kind of file that an artifact does not have")
+            raise ArtifactError(f"{MANIFEST} lists {quote(name)}, a kind of file that an artifact does not have")
     for name in ("model.safetensors", "graph.json"):
         if name not in files:
             raise ArtifactError(f"{MANIFEST} does not list {name}")
@@ -239,7 +239,7 @@ def listed(data: dict[str, Any], folder: object) -> dict[str, FileRecord]:
 
 def parse(data: bytes, name: str = "graph.json", limits: Limits = DEFAULT) -> dict[str, Any]:
     """Parse a JSON object, within the limits. Raises ArtifactError, which names the file `name`."""
-    found = parse_json(data, about(name), limits)
+    found = parse_json(data, make_reporter(name), limits)
     if type(found) is not dict:
         raise ArtifactError(f"{name} is not JSON object")
     return found
@@ -287,20 +287,20 @@ class Snapshot:
         for name in self.weights:
             file, digest = self.files[name]
             found = hashlib.sha256()
-            head = header(file, about(name), self.limits)
+            head = read_header(file, make_reporter(name), self.limits)
             found.update(head.start)
-            yield from ((name, key, value) for key, value in tensors(file, head, about(name), found.update))
+            yield from ((name, key, value) for key, value in read_tensors(file, head, make_reporter(name), found.update))
             _check(name, found, digest)
 
 
 @contextlib.contextmanager
-def snapshot(folder: Path, limits: Limits = DEFAULT) -> Iterator[Snapshot]:
+def open_snapshot(folder: Path, limits: Limits = DEFAULT) -> Iterator[Snapshot]:
     """Open one version of the artifact in a folder, however often it is replaced meanwhile.
 
     Raises ArtifactError for what is no artifact, incomplete, newer than this version, or no plain file.
     """
     for left in reversed(range(TRIES)):
-        path = recovered(folder)
+        path = find_whole_folder(folder)
         before = _identity(path)
         with contextlib.ExitStack() as stack:
             try:
@@ -324,19 +324,19 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 def _open_files(folder: Path, stack: contextlib.ExitStack, limits: Limits) -> Snapshot:
     if folder.is_file():
-        with opened(folder) as file:
-            what = begins(file.read(64))
+        with open_regular_file(folder) as file:
+            what = guess_kind(file.read(64))
         raise ArtifactError(f"{folder} is {what or 'a file'}, and load takes a folder that fxplug.save wrote")
     if not folder.is_dir():
         raise ArtifactError(f"there is no folder {folder}")
-    with reported(about(folder)):
+    with report_errors(make_reporter(folder)):
         names = os.listdir(folder)
     if MANIFEST not in names:
         raise ArtifactError(f"{folder} is not an artifact: it has no {MANIFEST}")
 
     def open_file(name: str) -> BinaryIO:
         # no link that leads out of the folder, or of the hub's cache, and nothing that waits or does something when opened
-        return stack.enter_context(opened(unlinked(folder / name), raises=about(name), links=False))
+        return stack.enter_context(open_regular_file(unlinked(folder / name), raises=make_reporter(name), links=False))
 
     manifest = _text(open_file(MANIFEST), MANIFEST, limits)
     files = listed(parse(manifest, MANIFEST, limits), folder)
@@ -345,25 +345,25 @@ def _open_files(folder: Path, stack: contextlib.ExitStack, limits: Limits) -> Sn
         if name not in names:
             raise ArtifactError(f"{name} is missing from {folder}")
         file = open_file(name)
-        found = size_of(file)
+        found = get_size(file)
         if found != record.size:
             what = "truncated: the copy is incomplete" if found < record.size else "longer than when it was saved"
-            raise ArtifactError(f"{name} has {found} bytes instead of {shown(record.size)}; it is {what}")
+            raise ArtifactError(f"{name} has {found} bytes instead of {quote(record.size)}; it is {what}")
         found_files[name] = (file, record.sha256)
     for name in names:
         # in the hub's cache others may have fetched more of the repository, as links
         if name not in files and Path(name).suffix.lower() in CODE and unlinked(folder / name) == folder / name:
             raise ArtifactError(
-                f"{printable(name)} is in the folder of the artifact, and the manifest does not list it: remove it"
+                f"{make_printable(name)} is in the folder of the artifact, and the manifest does not list it: remove it"
             )
     return Snapshot(found_files, limits, manifest)
 
 
 def _text(file: BinaryIO, name: str, limits: Limits) -> bytes:
-    raises, size = about(name), size_of(file)
+    raises, size = make_reporter(name), get_size(file)
     if size > limits.json:
         raise raises(f"has {size} bytes; the limit is {limits.json}; fxplug.Limits can raise it")
-    with reported(raises):
+    with report_errors(raises):
         data = file.read(size)
     if len(data) < size:
         raise raises("was truncated while it was read")

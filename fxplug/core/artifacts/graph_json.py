@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..errors import DEFAULT, ArtifactError, Limits, did_you_mean, shown
+from ..errors import DEFAULT, ArtifactError, Limits, did_you_mean, quote
 from ..ir import functions, ops
-from ..ir.graph import Graph, by_index, insert
-from ..reading import syntax_tree
+from ..ir.graph import Graph, insert, is_indexed
+from ..reading import parse_python
 from ..spec.addresses import Port
 from ..torch_internals.modules import qualified_name
 from .document import NodeMeta, NodeRecord, ResultRecord, check_record
 from .value_json import (
     TORCH_NAMES,
     Unportable,
-    allowed,
     check_name,
     check_path,
     decode,
     encode,
     find_function,
-    function_name,
+    get_function_name,
     import_class,
+    is_allowed,
     is_import_path,
 )
 
@@ -56,7 +56,7 @@ def _find_result(record: Any, allow: Sequence[str]) -> tuple[Any, bool]:
     path, fields = found.result, found.fields
     for name in fields or ():
         check_name(name, "field of a result")
-    if is_import_path(path) and allowed(path.partition(":")[0], allow):
+    if is_import_path(path) and is_allowed(path.partition(":")[0], allow):
         cls = import_class(path, allow)
         if _result_class(cls, {}) is None:
             raise ArtifactError(f"{path} is not a result class: neither a dataclass nor a NamedTuple nor a dict")
@@ -91,11 +91,11 @@ def _write_node(node: fx.Node, stacks: list[Any], known: dict[str, int]) -> dict
 
 
 def _write_target(node: fx.Node) -> Any:
-    if node.op == "call_method" and node.target not in functions.methods():
+    if node.op == "call_method" and node.target not in functions.list_methods():
         raise ArtifactError(f"the node '{node.name}' calls the method '{node.target}', which an artifact may not call")
     if node.op != "call_function":
         return node.target
-    name = function_name(node.target)
+    name = get_function_name(node.target)
     if name is not None:
         return name
     record = _result_class(node.target, node.meta) if isinstance(node.target, type) else None
@@ -174,7 +174,7 @@ class GraphReader:
         meta = self._meta(record.meta)
         target = self._target(op, name, record.target, meta)
         if op == "call_method" and not (args and isinstance(args[0], fx.Node)):
-            raise ArtifactError(f"graph.json: node '{name}' calls the method {shown(target)} without a value to call it on")
+            raise ArtifactError(f"graph.json: node '{name}' calls the method {quote(target)} without a value to call it on")
         if op in COUNTS and (kwargs or len(args) not in COUNTS[op]):
             raise ArtifactError(f"graph.json: node '{name}' has arguments that a {op} cannot have")
         node = insert(graph, op, target, args, kwargs, name=name, meta=meta)
@@ -194,21 +194,21 @@ class GraphReader:
         if op == "call_function":
             return find_function(target)
         if op == "call_method":
-            if type(target) is not str or target not in functions.methods():
-                near = did_you_mean(target, functions.methods())
-                raise ArtifactError(f"graph.json: {shown(target)} is not a method that a graph may call{near}")
+            if type(target) is not str or target not in functions.list_methods():
+                near = did_you_mean(target, functions.list_methods())
+                raise ArtifactError(f"graph.json: {quote(target)} is not a method that a graph may call{near}")
         elif op == "get_attr":
             if check_path(target, "attribute") not in self.tensors:
-                raise ArtifactError(f"graph.json: node '{name}' reads {shown(target)}, which is not a tensor of the artifact")
+                raise ArtifactError(f"graph.json: node '{name}' reads {quote(target)}, which is not a tensor of the artifact")
         elif op == "call_module":
             if check_path(target, "module path") not in self.modules:
-                raise ArtifactError(f"graph.json: node '{name}' calls {shown(target)}, which is not a module of the artifact")
+                raise ArtifactError(f"graph.json: node '{name}' calls {quote(target)}, which is not a module of the artifact")
         elif op == "placeholder":
             plain = check_name(target.removeprefix("*").removeprefix("*") if type(target) is str else target, "argument")
             if plain in ("self", "torch"):
                 raise ArtifactError(f"graph.json: '{plain}' cannot be the name of an argument")
         elif target != "output":
-            raise ArtifactError(f"graph.json: the output node has the target {shown(target)}")
+            raise ArtifactError(f"graph.json: the output node has the target {quote(target)}")
         return target
 
     def _meta(self, record: NodeMeta) -> dict[str, Any]:
@@ -267,11 +267,11 @@ def check_program(graph: Graph) -> None:
         known.update((node.name, *target.lstrip("*").split(".")))
     try:
         count = 0
-        for part in ast.walk(syntax_tree(program.src)):
+        for part in ast.walk(parse_python(program.src)):
             count += isinstance(part, ast.FunctionDef)
             name = getattr(part, "id", None) or getattr(part, "attr", None)
             if not isinstance(part, SYNTAX) or count > 1 or (name is not None and name not in known):
-                raise SyntaxError(f"{shown(ast.unparse(part))} is not part of the graph")
+                raise SyntaxError(f"{quote(ast.unparse(part))} is not part of the graph")
     except (SyntaxError, ValueError, MemoryError) as error:
         raise ArtifactError(
             f"graph.json: a text in it would be executed as code, so the artifact is damaged or malicious: {error}"
@@ -281,7 +281,7 @@ def check_program(graph: Graph) -> None:
 # --- the tree
 
 
-def reach(root: nn.Module, path: str) -> Any:
+def resolve_path(root: nn.Module, path: str) -> Any:
     """Return the module, parameter or buffer at `self.<path>`, which must be the one that the tables declare.
 
     Raises ArtifactError if an attribute or method of a class, or an attribute of the module, would be reached on the way.
@@ -295,12 +295,12 @@ def reach(root: nn.Module, path: str) -> Any:
             raise ArtifactError(f"'{path}' is not one module, parameter or buffer of the model")
         try:
             at: Any = int(key) if key.isdigit() else key
-            taken = found[at] if by_index(key, first=place == 0) else getattr(found, key)  # type: ignore[index]
+            taken = found[at] if is_indexed(key, first=place == 0) else getattr(found, key)  # type: ignore[index]
         except (LookupError, AttributeError, TypeError):
             taken = None
         if taken is not declared[0]:
             raise ArtifactError(
-                f"{shown(path)} is not a path of the model: {shown(key)} is part of every {type(found).__name__}"
+                f"{quote(path)} is not a path of the model: {quote(key)} is part of every {type(found).__name__}"
             )
         found = declared[0]
     return found

@@ -17,10 +17,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from ...blocks.base import Block
 from .. import extensions, quantised
-from ..errors import DEFAULT, ArtifactError, Limits, did_you_mean, shown
-from ..ir.containers import PLAIN_TYPES, RESERVED, Container, FixedNames, is_plain_attribute, plain_attributes
+from ..errors import DEFAULT, ArtifactError, Limits, did_you_mean, quote
+from ..ir.containers import PLAIN_TYPES, RESERVED, Container, FixedNames, get_plain_attributes, is_plain_attribute
 from ..ir.traced_module import TracedModule
-from ..spec.pass_file import present
+from ..spec.pass_file import update_path
 from ..torch_internals.modules import WEIGHT_LISTS, is_hooked, list_weights
 from ..torch_internals.tensors import CallLimit
 from .document import ModuleRecord
@@ -33,7 +33,7 @@ from .value_json import (
     decode,
     encode,
     find_function,
-    function_name,
+    get_function_name,
     import_class,
     is_import_path,
 )
@@ -65,7 +65,7 @@ def torch_classes() -> dict[str, type[nn.Module]]:
 def block_classes() -> dict[str, type[nn.Module]]:
     """Return every block of the package that a graph may call, by import path: no file can have another module imported."""
     found: dict[str, type[nn.Module]] = {}
-    for folder in ("fxplug.blocks", *extensions.block_packages()):
+    for folder in ("fxplug.blocks", *extensions.list_block_packages()):
         for file in pkgutil.iter_modules(importlib.import_module(folder).__path__):
             module = importlib.import_module(f"{folder}.{file.name}")
             for value in vars(module).values():
@@ -91,7 +91,7 @@ def block_name(cls: type[nn.Module]) -> str | None:
 
 
 def _has_blocks(package: str) -> bool:
-    return package == "fxplug.blocks" or package in extensions.block_packages()
+    return package == "fxplug.blocks" or package in extensions.list_block_packages()
 
 
 def constructor_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
@@ -162,7 +162,7 @@ def _constructor_arguments(module: nn.Module, path: str, built: dict[Any, dict[s
     if is_hooked(module):
         raise ArtifactError(f"'{path}' has hooks, which cannot be saved: remove them, or trace again without it as a leaf")
     if quantised.is_own_layer(module):
-        arguments, attributes = quantised.rebuilding(module)
+        arguments, attributes = quantised.get_arguments(module)
         return {"arguments": _encode_all(arguments), "attributes": _encode_all(attributes)}
     kind = (type(module), *_facts(module).items())
     if kind not in built:
@@ -184,7 +184,7 @@ def _constructor_arguments(module: nn.Module, path: str, built: dict[Any, dict[s
 
 
 def _container(module: nn.Module) -> dict[str, Any]:
-    attributes = {k: encode(v) for k, v in plain_attributes(module).items() if k not in RESERVED}
+    attributes = {k: encode(v) for k, v in get_plain_attributes(module).items() if k not in RESERVED}
     classes = module.classes if isinstance(module, (Container, TracedModule)) else ("Module",)
     fixed = {"fixed": sorted(vars(module)["_fixed"].names)} if "_fixed" in vars(module) else {}
     return {"kind": "container", "classes": list(classes), "attributes": attributes, **fixed, **_state_names(module)}
@@ -245,7 +245,7 @@ def _encode_all(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _encode(value: Any) -> Any:
-    name = function_name(value) if callable(value) and not isinstance(value, type) else None
+    name = get_function_name(value) if callable(value) and not isinstance(value, type) else None
     return {"function": name} if name else encode(value)
 
 
@@ -319,7 +319,7 @@ class _Reader:
             raise ArtifactError("graph.json: the modules must have an entry '' (the root), which is a container")
         for path, record in records.items():
             if path and check_path(path, "module path").count(".") >= self.limits.depth:
-                raise ArtifactError(f"graph.json: the module {shown(path)} is nested deeper than {self.limits.depth}")
+                raise ArtifactError(f"graph.json: the module {quote(path)} is nested deeper than {self.limits.depth}")
             self._attach(path, self._module(path, record))
         return self.made
 
@@ -327,7 +327,7 @@ class _Reader:
         if path:
             parent, _, key = path.rpartition(".")
             if parent not in self.made or key in self.made[parent]._modules:
-                raise ArtifactError(f"graph.json: the module {shown(path)} must come after its parent")
+                raise ArtifactError(f"graph.json: the module {quote(path)} must come after its parent")
             self.made[parent]._modules[key] = module
         todo = [(path, module)]
         while todo:  # by hand, as each name of a shared module counts
@@ -342,12 +342,12 @@ class _Reader:
             todo += [(f"{where}.{key}" if where else key, child) for key, child in module._modules.items()]
 
     def _module(self, path: str, record: ModuleRecord) -> nn.Module | None:
-        where = f"the module {shown(path)}"
+        where = f"the module {quote(path)}"
         if record.kind == "none":
             return None
         if record.kind == "same":
             if record.same not in self.made or f"{path}.".startswith(f"{record.same}." if record.same else ""):
-                raise ArtifactError(f"graph.json: {where} refers to {shown(record.same)}, which must come before it")
+                raise ArtifactError(f"graph.json: {where} refers to {quote(record.same)}, which must come before it")
             return self.made[record.same]
         attributes = {k: self._value(v, function=record.kind != "container") for k, v in record.attributes.items()}
         if record.kind == "container":
@@ -355,7 +355,7 @@ class _Reader:
                 check_name(name, f"attribute of {where}")
                 if not is_plain_attribute(name, value):
                     raise ArtifactError(
-                        f"graph.json: {where} sets {shown(name)}, which is an attribute of every module, or not a plain value"
+                        f"graph.json: {where} sets {quote(name)}, which is an attribute of every module, or not a plain value"
                     )
             container = Container(tuple(record.classes), attributes)
             if record.fixed is not None or attributes:  # earlier versions wrote the attributes alone
@@ -383,30 +383,30 @@ class _Reader:
             if name not in known:
                 near = did_you_mean(name, known)
                 raise ArtifactError(
-                    f"graph.json: {where}: the constructor of {cls.__name__} has no argument {shown(name)}{near}"
+                    f"graph.json: {where}: the constructor of {cls.__name__} has no argument {quote(name)}{near}"
                 )
-            check_size(value, self.limits.size, f"{shown(name)} of {where}")
+            check_size(value, self.limits.size, f"{quote(name)} of {where}")
         try:
             with CallLimit(STEPS * (self.expected[path] + 16), ArtifactError("it creates tensors that the file does not have")):
                 return construct(cls, arguments)
         except Exception as error:  # the constructor's, of torch or of a block that is allowed
-            raise ArtifactError(f"{where}: {cls.__qualname__} cannot be rebuilt: {shown(str(error), 300)}") from error
+            raise ArtifactError(f"{where}: {cls.__qualname__} cannot be rebuilt: {quote(str(error), 300)}") from error
 
     def _class(self, kind: str, name: str) -> type[nn.Module]:
-        name = present(name)
+        name = update_path(name)
         if kind == "module":
             if name in (known := torch_classes()):
                 return known[name]
-            raise ArtifactError(f"graph.json: torch.nn has no module class {shown(name)}{did_you_mean(name, known)}")
+            raise ArtifactError(f"graph.json: torch.nn has no module class {quote(name)}{did_you_mean(name, known)}")
         if kind == "block" and (block := block_class(name)) is not None:
             return block
         if kind == "block" and is_import_path(name) and name.partition(".")[0].partition(":")[0] == "fxplug":
-            hint = did_you_mean(name, block_classes()) + extensions.unusable_note()
-            raise ArtifactError(f"graph.json: fxplug has no block {shown(name)}{hint}")
+            hint = did_you_mean(name, block_classes()) + extensions.describe_unusable()
+            raise ArtifactError(f"graph.json: fxplug has no block {quote(name)}{hint}")
         cls = import_class(name, self.allow)
         if not issubclass(cls, nn.Module) or (kind == "block" and getattr(cls, "is_block", False) is not True):
             needed = "an nn.Module" + " with is_block" * (kind == "block")
-            raise ArtifactError(f"graph.json: {shown(name)} is not {needed}, so it cannot be a {kind}")
+            raise ArtifactError(f"graph.json: {quote(name)} is not {needed}, so it cannot be a {kind}")
         return cls
 
     def _value(self, data: Any, function: bool) -> Any:
@@ -432,7 +432,7 @@ def _set_attribute(module: nn.Module, name: str, value: Any, where: str) -> None
         and name in WEIGHT_LISTS
         or not (inherited is None or isinstance(inherited, PLAIN_TYPES) and isinstance(value, (*PLAIN_TYPES, list, tuple)))
     ):
-        raise ArtifactError(f"graph.json: {where} sets {shown(name)}, which is an attribute of every module of its class")
+        raise ArtifactError(f"graph.json: {where} sets {quote(name)}, which is an attribute of every module of its class")
     vars(module)[name] = value
 
 
@@ -444,7 +444,7 @@ def _empty_state(module: nn.Module, record: ModuleRecord) -> None:
     for names, table in tables:
         for key, there in names.items():
             if "." in check_path(key, "tensor name"):
-                raise ArtifactError(f"graph.json: {shown(key)} is not a tensor name: it has a dot")
+                raise ArtifactError(f"graph.json: {quote(key)} is not a tensor name: it has a dot")
             table[key] = torch.empty(0, device="meta") if there else None
 
 
@@ -457,11 +457,11 @@ def fill(root: nn.Module, values: Callable[[str], torch.Tensor], persistent: Cal
                     name = f"{path}.{key}" if path else key
                     table[key] = values(name)
                     if isinstance(table[key], nn.Parameter) is not (table is module._parameters):
-                        raise ArtifactError(f"graph.json: {shown(name)} is a parameter in one place and a buffer in another")
+                        raise ArtifactError(f"graph.json: {quote(name)} is a parameter in one place and a buffer in another")
                     if table is module._buffers and not persistent(name):
                         module._non_persistent_buffers_set.add(key)
         if quantised.is_own_layer(module):
             check_layer(path, module)
-            quantised.settle(module)
+            quantised.disable_packing(module)
         if isinstance(module, nn.RNNBase):
             list_weights(module)  # it keeps its weights in a list as well

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArtifactError, Limits, shown
+from ..errors import ArtifactError, Limits, quote
 from ..ir.traced_module import TracedModule
 from ..quantised import is_packed
 from ..weight_files import separate
@@ -57,10 +57,10 @@ def assemble_tensor(record: TensorRecord, parts: dict[str, Tensor], allow: Seque
     """Assemble a tensor from its parts, of the class that a record names, which `allow` has to cover. Raises ArtifactError."""
     cls: Any = import_class(record.cls, allow)
     if not issubclass(cls, Tensor):
-        raise ArtifactError(f"graph.json: {shown(record.cls)} is not a class of tensors")
+        raise ArtifactError(f"graph.json: {quote(record.cls)} is not a class of tensors")
     if "context" in record.model_fields_set:
         if not callable(getattr(cls, "__tensor_unflatten__", None)):
-            raise ArtifactError(f"graph.json: {shown(record.cls)} cannot be made of plain tensors")
+            raise ArtifactError(f"graph.json: {quote(record.cls)} cannot be made of plain tensors")
         context = decode(record.context, kinds=_context_kinds(allow))
         made: Tensor = cls.__tensor_unflatten__(parts, context, torch.Size(record.shape), tuple(record.stride or ()))
     else:
@@ -71,9 +71,9 @@ def assemble_tensor(record: TensorRecord, parts: dict[str, Tensor], allow: Seque
             own = {"has_fp16_weights": True} if data.is_floating_point() else {"CB": data, "SCB": parts["SCB"]}
             made = cls(data, requires_grad=False, **own)
         else:
-            raise ArtifactError(f"graph.json: {shown(record.cls)} is not a class whose parts are known")
+            raise ArtifactError(f"graph.json: {quote(record.cls)} is not a class whose parts are known")
     if not is_packed(made):
-        raise ArtifactError(f"graph.json: {shown(record.cls)} is not a class of a quantised tensor")
+        raise ArtifactError(f"graph.json: {quote(record.cls)} is not a class of a quantised tensor")
     return made
 
 
@@ -96,7 +96,7 @@ def check_layer(path: str, layer: Any) -> None:
             fits = inner.blocksize == 256 and inner.code.numel() == 256 and inner.absmax.numel() == -(-blocks // 256)
         fits = fits and state.absmax.dtype == (torch.uint8 if state.nested else torch.float32)
     if not fits:
-        raise ArtifactError(f"graph.json: the parts of the weight of {shown(path)} do not fit a layer of shape {list(shape)}")
+        raise ArtifactError(f"graph.json: the parts of the weight of {quote(path)} do not fit a layer of shape {list(shape)}")
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def _context_kinds(allow: Sequence[str] = ()) -> dict[str, ValueKind]:
         path, name = body
         cls = import_class(path, allow)
         if not issubclass(cls, enum.Enum) or name not in cls.__members__:
-            raise ArtifactError(f"graph.json: {shown(body)} is not a member of an enumeration")
+            raise ArtifactError(f"graph.json: {quote(body)} is not a member of an enumeration")
         return cls[name]
 
     def write_record(value: Any, write: Write) -> Any:
@@ -128,7 +128,7 @@ def _context_kinds(allow: Sequence[str] = ()) -> dict[str, ValueKind]:
         path, fields = body
         cls = import_class(path, allow)
         if not (dataclasses.is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields"))):
-            raise ArtifactError(f"graph.json: {shown(path)} is not a record")
+            raise ArtifactError(f"graph.json: {quote(path)} is not a record")
         return cls(**read(fields))
 
     return {
@@ -138,7 +138,7 @@ def _context_kinds(allow: Sequence[str] = ()) -> dict[str, ValueKind]:
     }
 
 
-def records_of(
+def make_records(
     module: TracedModule, passes: Sequence[str], values: bool = True
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, torch.Tensor]]]:
     """Return the records of the tensors, and the tensors by file; one with two names is stored once."""
@@ -147,7 +147,7 @@ def records_of(
     first: dict[int, str] = {}
     storages: set[int] = set()
     memory: dict[int, list[tuple[Any, Any, str]]] = {}  # of parameters, by storage
-    for name, tensor, persistent in state_of(module):
+    for name, tensor, persistent in list_state(module):
         packed = is_packed(tensor)
         record = _tensor_record(name, tensor, persistent, packed)
         records[name] = record
@@ -194,7 +194,7 @@ def _parts(name: str, owner: nn.Module, tensor: torch.Tensor) -> tuple[dict[str,
         raise ArtifactError(f"'{name}': {error}") from None
 
 
-def state_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def list_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Yield every parameter and buffer with its name and whether state_dict has it."""
     for path, m in module.named_modules():
         for table in (m._parameters, m._buffers):
@@ -249,17 +249,17 @@ def read_tensors(
     raw: dict[str, torch.Tensor] = {}
     for file, name, value in stored:
         if name not in expected or name in raw:
-            raise ArtifactError(f"{file} has the tensor {shown(name)}, which graph.json does not list for it")
+            raise ArtifactError(f"{file} has the tensor {quote(name)}, which graph.json does not list for it")
         raw[name] = value
     missing = sorted(expected - set(raw))
     if missing:
         more = f" nor {len(missing) - 1} more" * (len(missing) > 1)
-        raise ArtifactError(f"the tensor {shown(missing[0])}{more} is in no file of the artifact")
+        raise ArtifactError(f"the tensor {quote(missing[0])}{more} is in no file of the artifact")
     values: dict[str, torch.Tensor] = {}
     for name, record in records.items():
         if record.same_as is not None:
             if (other := record.same_as) not in values:
-                raise ArtifactError(f"graph.json: {shown(name)} refers to {shown(other)}, which must come before it")
+                raise ArtifactError(f"graph.json: {quote(name)} refers to {quote(other)}, which must come before it")
             values[name] = values[other]
         else:
             values[name] = _tensor(name, record, raw, device, allow)

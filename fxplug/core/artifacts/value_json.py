@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from ..errors import DEFAULT, ArtifactError, Limits, did_you_mean, shown
+from ..errors import DEFAULT, ArtifactError, Limits, did_you_mean, quote
 from ..ir import functions
 
 IMPORT_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z", re.ASCII)
@@ -24,25 +24,25 @@ IMPORT_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z
 def check_name(text: Any, what: str) -> str:
     """Return `text` if it is a plain identifier; raise ArtifactError otherwise."""
     if type(text) is not str or not text.isidentifier() or not text.isascii() or keyword.iskeyword(text):
-        raise ArtifactError(f"graph.json: {shown(text)} is not a valid {what}: it must be a plain identifier")
+        raise ArtifactError(f"graph.json: {quote(text)} is not a valid {what}: it must be a plain identifier")
     return text
 
 
 def check_path(text: Any, what: str) -> str:
     """Return `text` if it is a dotted path of identifiers, numbers and keys such as `2-1`; raise ArtifactError otherwise."""
     if type(text) is not str:
-        raise ArtifactError(f"graph.json: {shown(text)} is not a valid {what}")
+        raise ArtifactError(f"graph.json: {quote(text)} is not a valid {what}")
     for part in text.split("."):
         # the code has what is no identifier as `self.blocks[0]` or `self.blocks['2-1']`
         if not functions.PATH_KEY.match(part):
             signs = "letters, digits and any of _-+:/@=,"
-            raise ArtifactError(f"graph.json: {shown(text)} is not a valid {what}: {shown(part)} must be {signs}")
+            raise ArtifactError(f"graph.json: {quote(text)} is not a valid {what}: {quote(part)} must be {signs}")
         if part.startswith("__"):
-            raise ArtifactError(f"graph.json: {what} {shown(text)} uses '{part}', a name that Python reserves")
+            raise ArtifactError(f"graph.json: {what} {quote(text)} uses '{part}', a name that Python reserves")
     return text
 
 
-def allowed(module: str, allow: Sequence[str]) -> bool:
+def is_allowed(module: str, allow: Sequence[str]) -> bool:
     """Return whether `module` is one of `allow` or below one."""
     return any(module == name or module.startswith(f"{name}.") for name in allow)
 
@@ -55,9 +55,9 @@ def is_import_path(text: Any) -> bool:
 def import_class(path: str, allow: Sequence[str]) -> type:
     """Import the class `package.module:Class`, only if `allow` covers its module."""
     if not is_import_path(path):
-        raise ArtifactError(f"graph.json: {shown(path)} is not an import path 'package.module:Class'")
+        raise ArtifactError(f"graph.json: {quote(path)} is not an import path 'package.module:Class'")
     module, _, qualname = path.partition(":")
-    if not allowed(module, allow):
+    if not is_allowed(module, allow):
         top = module.partition(".")[0]
         raise ArtifactError(
             f"the artifact needs the class {qualname} of {module}, which is not allowed: load(folder, allow=['{top}'])"
@@ -75,20 +75,20 @@ def import_class(path: str, allow: Sequence[str]) -> type:
     return found
 
 
-def function_name(function: Any) -> str | None:
+def get_function_name(function: Any) -> str | None:
     """Return the public name of a function that a graph may call, or None."""
     try:
-        return functions.names().get(function)
+        return functions.name_functions().get(function)
     except TypeError:
         return None
 
 
 def find_function(name: Any) -> Callable[..., Any]:
     """Return the function of a public name. Raises ArtifactError for one that is not in the closed list."""
-    table = functions.functions()
+    table = functions.list_functions()
     if type(name) is not str or name not in table:
         raise ArtifactError(
-            f"graph.json: the function {shown(name)} is not one that a graph may call{did_you_mean(name, table)}"
+            f"graph.json: the function {quote(name)} is not one that a graph may call{did_you_mean(name, table)}"
         )
     return table[name]
 
@@ -159,7 +159,7 @@ def _base(value: float | str) -> int | float | str:
     return int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else str.__str__(value)
 
 
-def portable(values: dict[str, Any]) -> dict[str, Any]:
+def encode_portable(values: dict[str, Any]) -> dict[str, Any]:
     """Encode the entries of `values` that have a JSON form; of a configuration, its entries that have one."""
     found = {}
     for key, value in values.items():
@@ -170,7 +170,7 @@ def portable(values: dict[str, Any]) -> dict[str, Any]:
                 with contextlib.suppress(Exception):  # whatever a stranger's `to_dict` raises
                     value = inside()
             if isinstance(value, dict):
-                inner = portable({k: v for k, v in value.items() if isinstance(k, str)})
+                inner = encode_portable({k: v for k, v in value.items() if isinstance(k, str)})
                 found[key] = {"settings": [[k, v] for k, v in inner.items()]}
     return found
 
@@ -197,23 +197,23 @@ def decode(
     if kind is list:
         return [decode(v, nodes, limits, kinds) for v in data]
     if kind is not dict or len(data) != 1:
-        raise ArtifactError(f"graph.json: {shown(data)} is not an encoded value")
+        raise ArtifactError(f"graph.json: {quote(data)} is not an encoded value")
     ((name, body),) = data.items()
     if name == "node":
         if nodes is None:
             raise ArtifactError("graph.json: only a plain value is allowed here, not a node")
         if type(body) is not str or body not in nodes:
-            raise ArtifactError(f"graph.json: an argument refers to the node {shown(body)}, which is not defined before it")
+            raise ArtifactError(f"graph.json: an argument refers to the node {quote(body)}, which is not defined before it")
         return nodes[body]
     if name not in kinds:
-        raise ArtifactError(f"graph.json: no type of value is called {shown(name)}{did_you_mean(name, kinds)}")
+        raise ArtifactError(f"graph.json: no type of value is called {quote(name)}{did_you_mean(name, kinds)}")
     form, read = kinds[name][-2:]
     if form is not object and type(body) is not form:
-        raise ArtifactError(f"graph.json: {shown(data)} is not a valid {name}")
+        raise ArtifactError(f"graph.json: {quote(data)} is not a valid {name}")
     try:
         return read(body, lambda v: decode(v, nodes, limits, kinds), limits)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ArtifactError(f"graph.json: {shown(data)} is not a valid {name}: {shown(str(error))}") from None
+        raise ArtifactError(f"graph.json: {quote(data)} is not a valid {name}: {quote(str(error))}") from None
 
 
 Read = Callable[[Any], Any]
@@ -230,20 +230,20 @@ def _dict(body: list[Any], read: Read, limits: Limits) -> dict[Any, Any]:
 def _range(body: list[Any], read: Read, limits: Limits) -> range:
     found = range(*map(check_integer, body))
     if -(-abs(found.stop - found.start) // abs(found.step)) > limits.members:
-        raise ArtifactError(f"graph.json: {shown(found)} has more than {limits.members} members")
+        raise ArtifactError(f"graph.json: {quote(found)} has more than {limits.members} members")
     return found
 
 
 def _device(body: str, read: Read, limits: Limits) -> torch.device:
     if body.partition(":")[0] not in DEVICES:
-        raise ArtifactError(f"graph.json: {shown(body)} is not a device of a graph{did_you_mean(body, DEVICES)}")
+        raise ArtifactError(f"graph.json: {quote(body)} is not a device of a graph{did_you_mean(body, DEVICES)}")
     return torch.device(body)
 
 
 def check_integer(value: Any) -> int:
     """Return `value` if it is an integer; raise ArtifactError otherwise."""
     if type(value) is not int:
-        raise ArtifactError(f"graph.json: {shown(value)} must be a whole number")
+        raise ArtifactError(f"graph.json: {quote(value)} must be a whole number")
     return value
 
 
@@ -262,7 +262,7 @@ def _named_kind(name: str, cls: type | tuple[type, ...], table: Mapping[str, Any
 
     def read(body: str, _: Read, limits: Limits) -> Any:
         if body not in table:
-            raise ArtifactError(f"graph.json: {shown(body)} is not a valid {name} of torch{did_you_mean(body, table)}")
+            raise ArtifactError(f"graph.json: {quote(body)} is not a valid {name} of torch{did_you_mean(body, table)}")
         return table[body]
 
     return ValueKind(cls, lambda value, write: names.get(value), str, read)
@@ -305,6 +305,6 @@ KINDS: dict[str, ValueKind] = {
 def check_size(value: Any, limit: int, what: str) -> None:
     """Raise ArtifactError for an integer beyond `limit` among the values of an argument."""
     if isinstance(value, int) and abs(value) > limit:
-        raise ArtifactError(f"graph.json: {what} is {shown(value)}; the limit is {limit}")
+        raise ArtifactError(f"graph.json: {what} is {quote(value)}; the limit is {limit}")
     for member in value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ():
         check_size(member, limit, what)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from ..errors import shortened
+from ..errors import shorten
 from ..ir import functions
 
 OPERATORS = {
@@ -17,7 +17,7 @@ OPERATORS = {
 
 def describe(node: fx.Node) -> str:
     """Describe what a number's node computes, in few words: `sample.size(2) % 8 != 0`."""
-    return shortened(_expression(node, 5), 90)
+    return shorten(_expression(node, 5), 90)
 
 
 def _expression(node: Any, depth: int) -> str:
@@ -25,14 +25,14 @@ def _expression(node: Any, depth: int) -> str:
         return repr(node)
     if "value" not in node.meta:
         return _tensor(node)
-    short = functions.short_name(node.target)
+    short = functions.get_short_name(node.target)
     if depth == 0:
         return "..."
     args = [_expression(a, depth - 1) for a in node.args]
     if short in OPERATORS and len(args) == 2:
         # an operand that is a sum or quotient itself stands in brackets
         args = [
-            f"({text})" if isinstance(a, fx.Node) and functions.short_name(a.target) in OPERATORS else text
+            f"({text})" if isinstance(a, fx.Node) and functions.get_short_name(a.target) in OPERATORS else text
             for a, text in zip(node.args, args, strict=True)
         ]
         return f"{args[0]} {OPERATORS[short]} {args[1]}"
@@ -51,5 +51,5 @@ def _tensor(node: fx.Node) -> str:
     if node.op in ("placeholder", "get_attr"):
         return str(node.target)
     region = [*node.meta.get("nn_module_stack", {"": None})][-1]
-    short = functions.short_name(node.target)
+    short = functions.get_short_name(node.target)
     return f"{short} in {region}" if region else short

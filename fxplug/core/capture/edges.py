@@ -20,15 +20,15 @@ from torch import fx, nn
 from .. import quantised
 from ..errors import TraceError
 from ..ir import ops
-from ..ir.containers import children, has_tensor, leaves, map_leaves, rebuilt
+from ..ir.containers import has_tensor, list_leaves, list_members, map_leaves, rebuild
 from ..ir.graph import insert
-from ..spec.addresses import Port, identifier
+from ..spec.addresses import Port, make_identifier
 from ..torch_internals.modules import COMPILED, call_with_hooks, forward_hooks
 from ..torch_internals.tensors import DisableTorchFunction, FakeTensor
-from .fake_tensors import KINDS, NeedsValues, Number, fake, layer_key
+from .fake_tensors import KINDS, NeedsValues, Number, make_fake, make_layer_key
 from .graph_builder import PRINTABLE, Frame, Recording
-from .isolation import alike, frozen
-from .module_state import identical_items
+from .isolation import freeze_value, is_alike
+from .module_state import has_identical_items
 from .reads import guard_structure, record_assignments
 from .recorder import Listener
 
@@ -53,7 +53,7 @@ _trace = _Trace()
 
 
 @contextmanager
-def exclusive_trace(model: nn.Module) -> Iterator[None]:
+def hold_trace_lock(model: nn.Module) -> Iterator[None]:
     """Hold the process's one lock for traces, and see the calls of the model's modules meanwhile.
 
     Raises TraceError inside a trace of the same thread.
@@ -78,7 +78,7 @@ def _seen_call(module: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == _trace.thread:
             return _trace.edges.call(module, args, kwargs) if _trace.edges else call_with_hooks(module, *args, **kwargs)
-        works_for_it = any(isinstance(value, (FakeTensor, Number)) for value in leaves((args, kwargs)))
+        works_for_it = any(isinstance(value, (FakeTensor, Number)) for value in list_leaves((args, kwargs)))
         if threading.get_ident() in _trace.others and not works_for_it and not _trace.untouched.wait(PATIENCE):
             raise TraceError(f"another thread has been tracing this model for {PATIENCE:.0f} s: call it after the trace")
         return call_with_hooks(module, *args, **kwargs)
@@ -151,7 +151,7 @@ class RegionEdges:
         plain_kw, node_kw = recording.lower(kwargs)
         before = _members((plain, plain_kw))
         known = recording.fake and type(module).__module__.startswith("torch.nn.")
-        remembered_as = recording.results.key(layer_key(module), plain, plain_kw) if known else None
+        remembered_as = recording.results.key(make_layer_key(module), plain, plain_kw) if known else None
         out = recording.results.get(remembered_as, recording.mode)
         if out is None:
             if recording.fake and isinstance(module, torch.jit.ScriptModule):
@@ -164,7 +164,7 @@ class RegionEdges:
                 own = not recording.fake and quantised.is_quantised(module)
                 with nullcontext() if own else DisableTorchFunction():
                     if recording.fake and quantised.is_own_layer(module):
-                        out = quantised.result_like(module, *plain, **plain_kw)
+                        out = quantised.make_result_like(module, *plain, **plain_kw)
                     else:
                         out = call_with_hooks(module, *plain, **plain_kw)
             finally:
@@ -176,7 +176,7 @@ class RegionEdges:
                 "it as the leaf instead"
             )
         self.called.add(path)
-        node = recording.node("call_module", path, nodes, node_kw, identifier(key))
+        node = recording.node("call_module", path, nodes, node_kw, make_identifier(key))
         node.meta["port"] = Port(key, "out")
         if (
             path in self.leaves
@@ -206,7 +206,7 @@ class RegionEdges:
             )
             for index, (name, value) in enumerate([*zip(names, args, strict=True), *kwargs.items()])
         ]
-        edges = [t._fxplug for t in leaves(new) if isinstance(t, torch.Tensor) and hasattr(t, "_fxplug")]
+        edges = [t._fxplug for t in list_leaves(new) if isinstance(t, torch.Tensor) and hasattr(t, "_fxplug")]
         if edges:  # what a hook on the module would see: its positional arguments
             edges[0].meta["call"] = tuple(value if isinstance(value, CONSTANTS) else None for value in args)
             edges[0].meta["named"] = {k: value if isinstance(value, CONSTANTS) else None for k, value in kwargs.items()}
@@ -221,7 +221,7 @@ class RegionEdges:
     ) -> torch.Tensor:
         recording = self.recording
         parts = [port.path, *(["in"] if port.side == "in" else []), *map(str, port.keys)]
-        name = identifier("_".join(filter(None, parts)) or "out")
+        name = make_identifier("_".join(filter(None, parts)) or "out")
         with DisableTorchFunction():  # as above
             node = recording.node("call_function", ops.edge, (recording.lookup(tensor),), {}, name)
             node.meta.update(port=port, index=index)
@@ -233,7 +233,7 @@ class RegionEdges:
 
 def _members(value: Any) -> Any:
     """Return the structure of nested lists and dicts, with the ids of the members."""
-    found = children(value) if isinstance(value, (tuple, list, dict)) else None
+    found = list_members(value) if isinstance(value, (tuple, list, dict)) else None
     return id(value) if found is None else [(key, _members(member)) for key, member in found]
 
 
@@ -356,36 +356,37 @@ class _InputBinding:
         if open_here and type(value) in KINDS:
             self.checks[ops.check_numbers].append((node, type(value).__name__, name))
             return self.recording.wrap_number(node, value)
-        kinds = {type(x) for x in leaves(value)}
+        kinds = {type(x) for x in list_leaves(value)}
         if not has_tensor(value) and kinds.isdisjoint(OPAQUE) and not (open_here and kinds & KINDS.keys()):
             if not _printable(value):
-                odd = next((x for x in leaves(value) if not isinstance(x, torch.Size) and type(x) not in PRINTABLE), value)
+                odd = next((x for x in list_leaves(value) if not isinstance(x, torch.Size) and type(x) not in PRINTABLE), value)
                 raise TraceError(f"argument '{name}' is {_described(value, odd)}; {CAN_BE_INPUTS}")
             self.checks[ops.check_constants].append((node, _as_plain(value), name, ops.kind_of(value)))
             return self.contained(node, copy.deepcopy(value), name)
         if not isinstance(value, (tuple, list, dict)):
             raise TraceError(f"argument '{name}' is a {type(value).__name__}; {CAN_BE_INPUTS}")
-        members = dict(children(value) or ())
+        members = dict(list_members(value) or ())
         args = (node, tuple(members), name, ops.kind_of(value)[0])
         self.recording.node("call_function", ops.check_members, args, {}, "check_members", effect=True)
         new = {}
         for key, member in members.items():
-            short = f"{identifier(name)}_{identifier(str(key)).strip('_')}"
+            short = f"{make_identifier(name)}_{make_identifier(str(key)).strip('_')}"
             item = self.recording.node("call_function", operator.getitem, (node, key), {}, short)
             new[key] = self.input(member, item, f"{name}[{key!r}]")
-        return self.contained(node, rebuilt(value, new), name)
+        return self.contained(node, rebuild(value, new), name)
 
     def contained(self, node: fx.Node, value: Any, name: str) -> Any:
         """Return an input for the model; the members of a list or dict are noted."""
         if isinstance(value, (list, dict)):
-            self.containers.append((node, value, frozen(value) if not has_tensor(value) else dict(children(value) or ()), name))
+            before = dict(list_members(value) or ()) if has_tensor(value) else freeze_value(value)
+            self.containers.append((node, value, before, name))
         return value
 
     def record_writes(self) -> None:
         """Record what the model put into the lists and dicts that it was given, and took out of them."""
         for node, value, before, name in self.containers:
-            now = dict(children(value) or ())
-            if identical_items(now, before) if isinstance(before, dict) else alike(frozen(value), before):
+            now = dict(list_members(value) or ())
+            if has_identical_items(now, before) if isinstance(before, dict) else is_alike(freeze_value(value), before):
                 continue
             try:
                 members = {key: _result(self.recording, member) for key, member in now.items()}
@@ -402,7 +403,7 @@ class _InputBinding:
             if recording.mode is None:
                 new = value.detach().clone()
             else:
-                new = fake(value, recording.mode, recording.device if value.is_meta else value.device)
+                new = make_fake(value, recording.mode, recording.device if value.is_meta else value.device)
             return new.requires_grad_(value.requires_grad) if recording.autograd else new
 
     def opaque(self, value: torch.Generator, node: fx.Node, name: str) -> Any:
@@ -435,7 +436,7 @@ def _writable_default(value: Any, name: str) -> Any:
 
 def _printable(value: Any) -> bool:
     if isinstance(value, (tuple, list, dict)):
-        return all(_printable(member) for _, member in children(value) or ())
+        return all(_printable(member) for _, member in list_members(value) or ())
     return type(value) in PRINTABLE or isinstance(value, torch.device)
 
 
@@ -471,7 +472,7 @@ def _result(recording: Recording, value: Any, path: str = "") -> Any:
         return value
     if id(value) in recording.opaque:
         return recording.opaque[id(value)]
-    members = children(tuple(value) if isinstance(value, torch.Size) else value)
+    members = list_members(tuple(value) if isinstance(value, torch.Size) else value)
     if members is None:
         way_out = "call it with use_cache=False" if "Cache" in type(value).__name__ else "turn that part off"
         raise TraceError(
@@ -485,7 +486,7 @@ def _result(recording: Recording, value: Any, path: str = "") -> Any:
         return recording.node("call_function", torch.Size, (list(new.values()),), {}, "size")
     if type(value) is dict:
         return new
-    name = identifier(type(value).__name__)
+    name = make_identifier(type(value).__name__)
     if hasattr(value, "_fields"):
         return recording.node("call_function", type(value), tuple(new.values()), {}, name)
     named = all(isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key) for key in new)

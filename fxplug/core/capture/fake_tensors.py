@@ -39,11 +39,11 @@ from ..torch_internals.tensors import (
     FakeTensorMode,
     Node,
     as_parameter,
-    fake_of,
     is_error_of_dynamo,
+    make_fake_tensor,
 )
-from .module_state import State, own_attributes
-from .user_code import calling_user_frame, inside_try_block, is_text_for_people, is_user_code, user_frame
+from .module_state import State, get_own_attributes
+from .user_code import find_calling_frame, find_user_frame, is_inside_try, is_text_for_people, is_user_code
 
 
 class Number:
@@ -81,7 +81,7 @@ class Number:
 
     def __hash__(self) -> int:
         # einops keeps what it works out for a shape, and has another way for numbers that, as torch's, have no hash
-        if self.recorder.active and inside_try_block(user_frame(), "TypeError"):
+        if self.recorder.active and is_inside_try(find_user_frame(), "TypeError"):
             raise TypeError("a recorded number has no hash")
         return hash(self.plain())
 
@@ -96,7 +96,7 @@ class Number:
 
     def _for_text(self, frame: FrameType) -> Any:
         # text may become a key; what a debugger shows, or an error says, leaves no guard behind
-        asking = calling_user_frame(frame) if self.recorder.active else None
+        asking = find_calling_frame(frame) if self.recorder.active else None
         return self.value if asking is None or is_text_for_people(asking) else self.plain()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -197,7 +197,7 @@ for _name in "real imag numerator denominator conjugate is_integer as_integer_ra
     setattr(Number, _name, property(lambda self, name=_name: getattr(self.plain(), name)))  # type: ignore[misc]
 
 
-def recorded_math(name: str) -> Callable[..., Any]:
+def wrap_math(name: str) -> Callable[..., Any]:
     """`math.<name>` that records itself when a Number is among its arguments."""
     function = getattr(math, name)
     return lambda *args: record(function, *args)
@@ -214,7 +214,7 @@ class TensorClass:
         self.original, self.is_recording = original, is_recording
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or not self.is_recording() or calling_user_frame(sys._getframe(1)) is None:
+        if kwargs or not self.is_recording() or find_calling_frame(sys._getframe(1)) is None:
             return self.original(*args, **kwargs)
         return _made(args, self.original.dtype)
 
@@ -233,17 +233,19 @@ class FloatInfo(TensorClass):
         self.reads_default_dtype = reads_default_dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not args and not kwargs and self.is_recording() and calling_user_frame(sys._getframe(1)) is not None:
+        if not args and not kwargs and self.is_recording() and find_calling_frame(sys._getframe(1)) is not None:
             self.reads_default_dtype()
         return self.original(*args, **kwargs)
 
 
-def tensor_classes(is_recording: Callable[[], bool], reads_default_dtype: Callable[[], None]) -> Iterator[tuple[Any, str, Any]]:
+def list_tensor_classes(
+    is_recording: Callable[[], bool], reads_default_dtype: Callable[[], None]
+) -> Iterator[tuple[Any, str, Any]]:
     """What stands for torch's classes where the model's own code calls them: owner, name and value."""
     original = torch.Tensor.__new__
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is not torch.Tensor or kwargs or not is_recording() or calling_user_frame(sys._getframe(1)) is None:
+        if cls is not torch.Tensor or kwargs or not is_recording() or find_calling_frame(sys._getframe(1)) is None:
             return original(cls, *args, **kwargs)
         reads_default_dtype()
         return _made(args, torch.get_default_dtype())
@@ -266,7 +268,7 @@ NUMBER = re.compile(r"\b(Int|Float|SymInt|SymFloat)\b")  # in that of any other 
 
 
 @dataclass
-class Tries:
+class RetryState:
     """What earlier tries at the same call found that it needs: autograd on fakes too, and code that takes plain numbers.
 
     `open_numbers` is whether numbers among the arguments are inputs of the graph, or a part of it; `one_or_two` whether it
@@ -288,7 +290,7 @@ class Tries:
             if new is not None:
                 self.plain.add(new)
                 return True
-        had, self.stand_ins = self.stand_ins and not lacks_values(error), False
+        had, self.stand_ins = self.stand_ins and not is_missing_values(error), False
         return had
 
 
@@ -305,7 +307,7 @@ class NeedsValues(Exception):
     """The model reads a number out of its data, which fake tensors do not have."""
 
 
-def lacks_values(error: BaseException | None) -> bool:
+def is_missing_values(error: BaseException | None) -> bool:
     """Return whether an error was caused by tensors without values, fake or on the meta device, so that real ones may help.
 
     The model's own errors, wrong sizes and our own mistakes do not count.
@@ -321,11 +323,11 @@ def lacks_values(error: BaseException | None) -> bool:
     return False
 
 
-def fake(like: torch.Tensor, mode: FakeTensorMode, device: torch.device, constant: Any = None) -> FakeTensor:
+def make_fake(like: torch.Tensor, mode: FakeTensorMode, device: torch.device, constant: Any = None) -> FakeTensor:
     """Return a fake tensor of the size, strides and dtype of `like`, made without a dispatch."""
     with DisableTorchFunction():
         geometry = like.shape, like.stride(), like.dtype, device
-    return fake_of(geometry, mode, constant)
+    return make_fake_tensor(geometry, mode, constant)
 
 
 def put_fake_weights(state: State, mode: FakeTensorMode, device: torch.device, names: dict[int, str], autograd: bool) -> None:
@@ -334,13 +336,13 @@ def put_fake_weights(state: State, mode: FakeTensorMode, device: torch.device, n
 
     def stand_in(tensor: torch.Tensor, name: str) -> torch.Tensor:
         if id(tensor) not in fakes:
-            made = fake(tensor, mode, device)
+            made = make_fake(tensor, mode, device)
             if isinstance(tensor, nn.Parameter):
                 as_parameter(made)
             if autograd:
                 made.requires_grad_(tensor.requires_grad)
             if not is_packed(tensor):  # its attributes are what it is made of
-                vars(made).update(own_attributes(tensor))
+                vars(made).update(get_own_attributes(tensor))
             fakes[id(tensor)] = made
             names[id(made)] = name
         return fakes[id(tensor)]
@@ -382,8 +384,8 @@ class Results:
             return None
         kind, geometries = found
         if kind is None:
-            return fake_of(geometries, mode)
-        return kind(fake_of(g, mode) for g in geometries)
+            return make_fake_tensor(geometries, mode)
+        return kind(make_fake_tensor(g, mode) for g in geometries)
 
     def put(self, key: Hashable, out: Any, given: list[torch.Tensor]) -> None:
         """Remember a result that is new tensors and nothing else."""
@@ -425,7 +427,7 @@ def _key(value: Any) -> Hashable:
     raise TypeError
 
 
-def layer_key(module: nn.Module) -> Hashable:
+def make_layer_key(module: nn.Module) -> Hashable:
     """Return a key for all that affects the geometry of a layer's results besides its arguments; equal layers share one key."""
     if module._modules or "forward" in vars(module) or any(forward_hooks(module)):
         return module
@@ -438,7 +440,7 @@ def layer_key(module: nn.Module) -> Hashable:
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """Python's garbage collector walks every node and tensor again and again while a graph grows; it can wait."""
     was = gc.isenabled()
     gc.disable()
@@ -450,7 +452,7 @@ def no_collection() -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_torch() -> Iterator[None]:
     """Suppress the traceback that torch logs for a failing fake operation of this thread; the raised error is clearer."""
     log, thread = logging.getLogger(FAKE_TENSOR_LOG), threading.get_ident()
 
@@ -464,6 +466,6 @@ def quiet() -> Iterator[None]:
         log.removeFilter(others)
 
 
-def writable() -> AbstractContextManager[Any]:
+def allow_writes() -> AbstractContextManager[Any]:
     """Tensors that are made meanwhile can be written later, though inference mode is on."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

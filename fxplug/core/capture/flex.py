@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import TraceError
 from ..ir import ops
-from ..ir.containers import leaves
+from ..ir.containers import list_leaves
 from .graph_builder import Recording
 from .recorder import record_call
 
@@ -31,7 +31,7 @@ def _recorded_kind(base: type) -> Any:
 def create_block_mask(recording: Recording, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Record a call of torch's `create_block_mask`, and return a mask that the model's code can only pass on."""
     kind = _recorded_kind(original.__globals__["BlockMask"])
-    for size in leaves(kwargs.get("BLOCK_SIZE", args[6:7])):
+    for size in list_leaves(kwargs.get("BLOCK_SIZE", args[6:7])):
         recording.decide(size)
     target, given, named, cells = _opened(recording, original, args, kwargs)
     (plain, plain_kw), (nodes, node_kw) = recording.lower((given, named))

@@ -16,9 +16,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import TraceError
 from ..ir import functions, ops
-from ..ir.containers import children
+from ..ir.containers import list_members
 from ..ir.graph import Graph, erase_unused, insert
-from ..spec.addresses import identifier
+from ..spec.addresses import make_identifier
 from ..torch_internals.tensors import (
     DisableTorchFunction,
     FakeTensor,
@@ -27,9 +27,9 @@ from ..torch_internals.tensors import (
     memory_id,
     unset_fake_temporarily,
 )
-from .fake_tensors import KINDS, Number, Results, TensorClass, Tries, fake
-from .module_state import Journal, storage_of
-from .user_code import ORDERED, decision_at, is_irrelevant_branch, source_line, user_frame
+from .fake_tensors import KINDS, Number, Results, RetryState, TensorClass, make_fake
+from .module_state import Journal, get_storage
+from .user_code import ORDERED, describe_decision, find_source_line, find_user_frame, is_irrelevant_branch
 
 PRINTABLE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
 PRINTABLE += (torch.memory_format, torch.layout, range)
@@ -43,7 +43,7 @@ class Frame:
 
     def __init__(self, key: str, kind: str, parent: Frame | None):
         self.key = key
-        self.flat = identifier(key) if key else ""
+        self.flat = make_identifier(key) if key else ""
         self.stack: dict[str, tuple[str, str]] = {**(parent.stack if parent else {}), key: (key.partition("@")[0], kind)}
         self.parent = parent
 
@@ -58,7 +58,7 @@ class Recording:
         device: torch.device,
         measured: bool,
         results: Results,
-        tries: Tries,
+        tries: RetryState,
     ):
         self.results = results
         self.model = model
@@ -119,7 +119,7 @@ class Recording:
     def finish(self) -> None:
         """Hold the dtypes that were read, and drop what nothing uses and has no effect."""
         for read in self.dtypes.decided():
-            self.guard_after(read.node, read.node.meta["value"], (read.where, read.line, decision_at(read.node)[2]))
+            self.guard_after(read.node, read.node.meta["value"], (read.where, read.line, describe_decision(read.node)[2]))
         ports = ((node, node.meta.get("port")) for node in self.graph.nodes)
         erase_unused(
             node
@@ -145,7 +145,7 @@ class Recording:
         if target is operator.pow and not isinstance(args[0], fx.Node):
             target = pow  # FX writes `-1 ** x`, which is -(1 ** x)
         node = insert(self.graph, op, target, args, kwargs, after=after, name=name, meta={"nn_module_stack": self.frame.stack})
-        if (frame := user_frame()) is not None:
+        if (frame := find_user_frame()) is not None:
             node.meta["line"] = frame.f_code.co_filename, frame.f_lineno
         if effect:
             node.meta["effect"] = True
@@ -153,7 +153,7 @@ class Recording:
 
     def named(self, short: str) -> str:
         """A name for a node: this one behind the path of the region that runs."""
-        return f"{self.frame.flat}_{short}" if self.frame.flat else identifier(short)
+        return f"{self.frame.flat}_{short}" if self.frame.flat else make_identifier(short)
 
     def mark(self, tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
         """Tie a tensor to the node that computes it, which learns its shape and dtype; gives the tensor."""
@@ -184,7 +184,7 @@ class Recording:
         if node is None:
             held = self.parameters.get(id(tensor))
             name = held or self.constant(tensor)
-            node = self.node("get_attr", name, (), {}, identifier(name))
+            node = self.node("get_attr", name, (), {}, make_identifier(name))
             if held is None:
                 node.meta["constant"] = True
             node.meta.update(shape=tuple(tensor.shape), dtype=tensor.dtype)
@@ -253,7 +253,7 @@ class Recording:
             if isinstance(value, list):
                 return plain_items, node_items
             if isinstance(value, PackedSequence):
-                made, name = functions.packed_sequence, self.named("packed")
+                made, name = functions.make_packed_sequence, self.named("packed")
                 packed = self.node("call_function", made, tuple(node_items), {}, name)
                 return PackedSequence(*plain_items), packed
             return type(value)(*plain_items) if hasattr(value, "_fields") else tuple(plain_items), tuple(node_items)
@@ -289,7 +289,7 @@ class Recording:
             return self.mark(out, node)
         if type(out) in NUMBERS:
             return self.wrap_number(node, out)
-        members = children(tuple(out) if isinstance(out, torch.Size) else out)
+        members = list_members(tuple(out) if isinstance(out, torch.Size) else out)
         if members is None:
             return out
         new: dict[Any, Any] = {}
@@ -308,7 +308,7 @@ class Recording:
         """A plain value that a node gives, as Python gets it: numbers remember their node, what is true or false is decided."""
         node.meta["value"] = value
         kind = KINDS.get(type(value))
-        frame = user_frame() if self.plain else None
+        frame = find_user_frame() if self.plain else None
         if kind is None or (frame is not None and frame.f_code in self.plain):  # of code that failed on recorded numbers before
             return self.settle(node, value)
         return kind(self, node, value)
@@ -321,7 +321,7 @@ class Recording:
             else:
                 # a fake tensor has no storage to share, and making one anew costs a fraction of a dispatch
                 assert self.mode is not None
-                new = fake(tensor, self.mode, tensor.fake_device, tensor.constant)
+                new = make_fake(tensor, self.mode, tensor.fake_device, tensor.constant)
                 if (name := self.parameter_of(tensor)) is not None:
                     self.holds(new, name)
             new._fxplug_of = tensor  # type: ignore[attr-defined]
@@ -329,7 +329,7 @@ class Recording:
 
     def holds(self, tensor: torch.Tensor, name: str) -> None:
         """Note that a tensor's memory is that of a parameter."""
-        storage = storage_of(tensor)
+        storage = get_storage(tensor)
         if storage is not None:
             self.memory[memory_id(storage)] = name
             self.kept.append(storage)
@@ -338,12 +338,12 @@ class Recording:
         """The parameter that would be written with a tensor: itself, or what it is a view of."""
         if id(tensor) not in self.parameters and self.recorded(tensor) not in self.views:
             return None  # asking for memory is dear
-        storage = storage_of(tensor)
+        storage = get_storage(tensor)
         return None if storage is None else self.memory.get(memory_id(storage))
 
     def is_view_of_parameter(self, out: Any) -> bool:
         """Whether what a function gave, or a member of it, is in the memory of a parameter."""
-        storages = map(storage_of, out if isinstance(out, (tuple, list)) else (out,))
+        storages = map(get_storage, out if isinstance(out, (tuple, list)) else (out,))
         return any(storage is not None and memory_id(storage) in self.memory for storage in storages)
 
     def computed(self, value: torch.Tensor | fx.Node) -> bool:
@@ -388,7 +388,7 @@ class Recording:
             return value
         _, nodes = self.lower(args)
         key = (target, tuple((type(n), n) for n in nodes))
-        return self.memo(key, "call_function", target, nodes, value, self.named(functions.short_name(target)))
+        return self.memo(key, "call_function", target, nodes, value, self.named(functions.get_short_name(target)))
 
     def decide(self, number: Any) -> Any:
         """Python needs the plain value of a number: hold it by a guard."""
@@ -399,7 +399,7 @@ class Recording:
     def settle(self, node: fx.Node, value: Any) -> Any:
         """Python needs the plain value of a node: hold it by a guard, unless nothing hangs on it."""
         if node not in self.guards:
-            frame = user_frame()
+            frame = find_user_frame()
             if frame is None or not is_irrelevant_branch(frame):
                 self.guard(node, value)
         return value
@@ -413,17 +413,17 @@ class Recording:
             refuse_drawn(self, node)
             if not self.measured and self.computed(node):
                 refuse_measured(self, node, does)
-        decision = decision_at(node)
+        decision = describe_decision(node)
         self.node("call_function", ops.guard, (node, expected, decision), {}, self.named("guard"), effect=True)
     # --- what torch says of its modes
 
     def state(self, name: str, args: tuple[Any, ...], value: Any) -> Any:
         """What a function of torch says about its modes: an answer that holds as long as it is the same."""
-        frame = user_frame()
+        frame = find_user_frame()
         key = (name, args, self.switched)
         if key not in self.states and (frame is None or not is_irrelevant_branch(frame)):
             self.states.add(key)
-            decision = (*source_line(), f"{name}({', '.join(map(repr, args))})")
+            decision = (*find_source_line(), f"{name}({', '.join(map(repr, args))})")
             checked = (name, args, value, decision)
             self.node("call_function", ops.check_state, checked, {}, self.named("check_state"), effect=True)
         return value
@@ -440,7 +440,7 @@ class Recording:
 
     def place(self, error: BaseException | None = None) -> str:
         """The region and the line of the model's code that is running, or that raised an error."""
-        where, line = source_line(error)
+        where, line = find_source_line(error)
         return f"the result of {self.region()}" if where == "?" else f"{self.region()} ({where}: {line})"
 
     def way_out(self) -> str:
@@ -451,7 +451,7 @@ class Recording:
 
     def needs_values(self, error: BaseException | None = None) -> str:
         """The message about a value that is read out of fake data: where that is, and what to do."""
-        where, line = source_line(error)
+        where, line = find_source_line(error)
         return (
             f"{self.region()} reads a value from its data ({where}: {line}), and fake tensors have none; {self.way_out()}, or "
             "trace on real tensors: real=True"
@@ -466,7 +466,7 @@ def refuse_drawn(recording: Recording, node: fx.Node) -> None:
             refuse_way(recording, "branches on a random number")
         return current.all_input_nodes
 
-    functions.computed_by(node, look)
+    functions.visit_sources(node, look)
 
 
 def refuse_measured(recording: Recording, node: fx.Node, does: str) -> None:
@@ -481,12 +481,12 @@ def refuse_measured(recording: Recording, node: fx.Node, does: str) -> None:
         follows = not floating or short in ("isnan", "isinf")
         return current.all_input_nodes if follows else []
 
-    functions.computed_by(node, look)
+    functions.visit_sources(node, look)
 
 
 def refuse_way(recording: Recording, does: str, more: str = "") -> None:
     """Raises TraceError: what the model `does` here goes one way or another."""
-    where, line = source_line()
+    where, line = find_source_line()
     raise TraceError(
         f"{recording.region()} {does} ({where}: {line}), and a graph records one branch only; {recording.way_out()}{more}"
     )

@@ -18,14 +18,14 @@ from torch import fx, nn
 from .. import quantised
 from ..errors import SpecError, TraceError
 from ..ir import context_managers, ops
-from ..ir.comparison import equal
-from ..ir.containers import HOOKED, RESERVED, Container, FixedNames, children, plain_attributes
+from ..ir.comparison import is_equal
+from ..ir.containers import HOOKED, RESERVED, Container, FixedNames, get_plain_attributes, list_members
 from ..ir.graph import Graph, note_tied
-from ..ir.traced_module import OWN_STATE, TracedModule, class_names
+from ..ir.traced_module import OWN_STATE, TracedModule, list_class_names
 from ..torch_internals.modules import COMPILED, backward_hooks
 from ..torch_internals.tensors import memory_id
 from .fake_tensors import Number
-from .module_state import Journal, State, StatePlace, keys_of, storage_of
+from .module_state import Journal, State, StatePlace, get_storage, split_place
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def restore_after(state: State) -> Iterator[None]:
 
     No cache of a function may keep a fake tensor. The values of tensors are given back where they are written: see `Journal`.
     """
-    modes, draws = ops.modes(), random_state()
+    modes, draws = ops.modes(), get_random_state()
     for cache in state.caches:
         cache.cache_clear()
     try:
@@ -48,14 +48,14 @@ def restore_after(state: State) -> Iterator[None]:
         ops.set_modes(modes)
 
 
-def random_state() -> tuple[Any, ...]:
+def get_random_state() -> tuple[Any, ...]:
     """Where the generators of Python, numpy and torch (CPU, and CUDA where it runs) stand."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
-def equal_random_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Whether two of what `random_state` gives are the same."""
+def is_same_random_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Whether two of what `get_random_state` gives are the same."""
     tensors = zip([a[2], *a[3]], [b[2], *b[3]], strict=False)
     return a[0] == b[0] and _same_numpy(a[1], b[1]) and all(torch.equal(x, y) for x, y in tensors)
 
@@ -65,7 +65,7 @@ def _same_numpy(a: Any, b: Any) -> bool:
 
 
 def set_random_state(state: tuple[Any, ...]) -> None:
-    """Put the generators where `random_state` found them."""
+    """Put the generators where `get_random_state` found them."""
     random.setstate(state[0])
     np.random.set_state(state[1])
     torch.set_rng_state(state[2])
@@ -93,7 +93,7 @@ def refuse_python_random(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_mode(training: bool, *modules: TracedModule) -> Iterator[None]:
+def switch_mode(training: bool, *modules: TracedModule) -> Iterator[None]:
     """Training or evaluation for the time of a check; each module's own mode is given back. Raises TraceError as train()."""
     previous = {root: [(module, module.training) for module in root.modules()] for root in modules}
     roots = [(root, root.training) for root in modules]
@@ -117,8 +117,8 @@ COPIED = (list, dict, set, deque, OrderedDict)
 DEPTH = 40  # nested deeper than this, values count as equal
 
 
-def frozen(value: Any, depth: int = 0) -> Any:
-    """A copy of what a value holds, for `alike`: later changes in place do not reach it."""
+def freeze_value(value: Any, depth: int = 0) -> Any:
+    """A copy of what a value holds, for `is_alike`: later changes in place do not reach it."""
     if isinstance(value, torch.Tensor):
         return value if isinstance(value, nn.Parameter) else value.detach().clone()
     if isinstance(value, np.ndarray):
@@ -133,17 +133,17 @@ def frozen(value: Any, depth: int = 0) -> Any:
         return ("method", value.__func__.__qualname__)
     if isinstance(value, (set, frozenset)):
         return ("set", set(value))
-    found = children(value)
+    found = list_members(value)
     if found is None and isinstance(attributes := getattr(value, "__dict__", None), dict):
         found = iter(attributes.items())
     if found is None:
         return value
-    return (type(value), {key: frozen(member, depth + 1) for key, member in list(found)})
+    return (type(value), {key: freeze_value(member, depth + 1) for key, member in list(found)})
 
 
-def alike(a: Any, b: Any) -> bool:
+def is_alike(a: Any, b: Any) -> bool:
     """Whether two frozen values are the same: tensors in every bit, objects in what they hold."""
-    return equal(a, b, same=_alike)
+    return is_equal(a, b, same=_alike)
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -153,14 +153,14 @@ def _alike(a: Any, b: Any) -> bool:
     return a == b or a != a and b != b if plain else True  # an object without a content: any other will do
 
 
-def equal_contents(a: Any, b: Any) -> bool:
+def has_equal_contents(a: Any, b: Any) -> bool:
     """Tell whether two objects that are no tensors hold the same."""
     if isinstance(a, torch.Generator):
         return torch.equal(a.get_state(), b.get_state())
-    return alike(frozen(a), frozen(b))
+    return is_alike(freeze_value(a), freeze_value(b))
 
 
-class Recorded(NamedTuple):
+class RecordedRun(NamedTuple):
     """What one run gives."""
 
     graph: Graph
@@ -182,7 +182,7 @@ class Recorded(NamedTuple):
         return tuple(node for node in checks if node.args[0] == "torch.is_grad_enabled")
 
 
-def assemble(model: nn.Module, recordings: dict[bool, Recorded], twin_error: str | None) -> TracedModule:
+def assemble(model: nn.Module, recordings: dict[bool, RecordedRun], twin_error: str | None) -> TracedModule:
     """The module tree of the model with its leaves, weights and constants around the recorded graphs."""
     leaves = set().union(*(r.called for r in recordings.values()))
     constants: dict[str, torch.Tensor] = {}
@@ -218,7 +218,7 @@ def assemble(model: nn.Module, recordings: dict[bool, Recorded], twin_error: str
                     f"{where} has backward hooks, and a graph does not call it: remove them for the trace, put them on a layer "
                     "or on the traced module, or keep the module whole: leaf: [its path]"
                 )
-            new = Container(class_names(module), kept(module, plain_attributes(module)))
+            new = Container(list_class_names(module), kept(module, get_plain_attributes(module)))
             new.__dict__["training"] = module.training
             new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
             new.__dict__["_fixed"] = FixedNames(path, fixed_names(module, not path) - written.get(id(vars(module)), set()))
@@ -226,7 +226,7 @@ def assemble(model: nn.Module, recordings: dict[bool, Recorded], twin_error: str
         for table in ("_parameters", "_buffers"):
             new.__dict__[table] = dict(getattr(module, table))
         if whole and quantised.is_own_layer(new):
-            quantised.settle(new)
+            quantised.disable_packing(new)
         new.__dict__["_modules"] = {
             key: None if child is None else copy_tree(child, f"{path}.{key}" if path else key, whole)
             for key, child in module._modules.items()
@@ -342,11 +342,11 @@ class MutationGuard(Journal):  # type: ignore[no-untyped-call]
         super().__init__()
         self.state = State(root)
         self.kinds = [(module, path, type(module)) for module, path in self.state.modules.values()]
-        self.memory = {memory_id(s) for r in self.state.tensors.values() if (s := storage_of(r.alias)) is not None}
+        self.memory = {memory_id(s) for r in self.state.tensors.values() if (s := get_storage(r.alias)) is not None}
 
     def keep(self, value: Any) -> None:
         """Copy the memory of a tensor, once, if it is the model's."""
-        storage = storage_of(value)
+        storage = get_storage(value)
         if storage is not None and memory_id(storage) in self.memory:
             super().keep(value)
 
@@ -357,15 +357,15 @@ class MutationGuard(Journal):  # type: ignore[no-untyped-call]
             if type(module) is not kind:
                 module.__class__ = kind
         for place in self.state.changes():
-            home, *keys = keys_of(place.link if place.key is None else (place.link, place.key))
+            home, *keys = split_place(place.link if place.key is None else (place.link, place.key))
             name = keys[keys[0] == "_extras"]
             worked_out = isinstance(inspect.getattr_static(home.kind, str(name), None), functools.cached_property)
             if keys[0] not in OWN_STATE - {"_extras"} and not worked_out:
                 changed.append((home.path, name))
         for record in reversed(self.state.tensors.values()):
-            storage = storage_of(record.alias)
+            storage = get_storage(record.alias)
             if not record.is_as_it_was() or (storage is not None and memory_id(storage) in self.kept):
-                home, *keys = keys_of(record.link)
+                home, *keys = split_place(record.link)
                 changed.append((home.path, keys[-1]))
         self.state.restore()
         self.put_back()
@@ -377,7 +377,7 @@ class MutationGuard(Journal):  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
-def unchanged(root: nn.Module, who: str, where: object = "") -> Iterator[MutationGuard]:
+def forbid_mutation(root: nn.Module, who: str, where: object = "") -> Iterator[MutationGuard]:
     """Take back what is done to a model meanwhile. Raises SpecError for it, with `where` what does it is asked for."""
     before, changed = MutationGuard(root), dict[str, list[str]]()
     try:

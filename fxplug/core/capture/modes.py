@@ -19,12 +19,12 @@ from ..ir import functions, ops
 from ..torch_internals import COMPILER
 from ..torch_internals.modules import autocast_settings, set_grad_enabled
 from ..torch_internals.tensors import NATIVE
-from .fake_tensors import recorded_math, tensor_classes
+from .fake_tensors import list_tensor_classes, wrap_math
 from .graph_builder import Recording
 from .isolation import restore_after
 from .module_state import MISSING, Journal, State
 from .reads import KINDS_REPLACED, PLAIN, STAND_INS
-from .user_code import calling_user_frame, gives_types, is_foreign, says
+from .user_code import find_calling_frame, find_names, has_builtin_dtypes, is_foreign
 
 Patch = tuple[Any, str, Any]
 NAMES = frozenset(STAND_INS)
@@ -134,7 +134,7 @@ def mode_patches(recording: Recording) -> Iterator[Patch]:
     They are replaced where they are defined, and in the source files of the model's packages that import them by name.
     References that a class or a closure kept from before are not seen.
     """
-    for listed in (*LISTS, functions.names):
+    for listed in (*LISTS, functions.name_functions):
         listed()
     new: dict[int, Any] = {}
     for owner, name, value in _replaced(recording):
@@ -147,8 +147,8 @@ def mode_patches(recording: Recording) -> Iterator[Patch]:
             yield module, name, new[id(space[name])]
         if KINDS_REPLACED.isdisjoint(space):
             file = getattr(module, "__file__", None) or ""
-            found = STAND_INS if recording.stand_ins and not gives_types(file) else PLAIN
-            yield from ((module, name, found[name]) for name in says(file, NAMES) if name in found and name not in space)
+            found = STAND_INS if recording.stand_ins and not has_builtin_dtypes(file) else PLAIN
+            yield from ((module, name, found[name]) for name in find_names(file, NAMES) if name in found and name not in space)
 
 
 def _flex(recording: Recording, original: Any) -> Any:
@@ -198,7 +198,7 @@ def _imported(packages: frozenset[str], count: int, last: str) -> list[str]:
 
 def _asks(recording: Recording) -> bool:
     """Return whether the model's own code called a replaced function, two frames above this one."""
-    return recording.recording_here() and calling_user_frame(sys._getframe(2)) is not None
+    return recording.recording_here() and find_calling_frame(sys._getframe(2)) is not None
 
 
 def _reader(recording: Recording, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,7 +229,7 @@ def _refusing(recording: Recording, original: Callable[..., Any], name: str, doe
 
 
 @contextlib.contextmanager
-def patched(recording: Recording, training: bool | None, calls: Iterable[Patch]) -> Iterator[None]:
+def patch_torch(recording: Recording, training: bool | None, calls: Iterable[Patch]) -> Iterator[None]:
     """For the time of one run: `module.training`, autocast, gradient modes and `math` report to it, and those of `calls`."""
 
     def read_training(module: nn.Module) -> bool:
@@ -259,8 +259,8 @@ def patched(recording: Recording, training: bool | None, calls: Iterable[Patch])
         *grad_patches(recording),
         *mode_patches(recording),
         *calls,
-        *((math, name, recorded_math(name)) for name in functions.MATH),
-        *tensor_classes(recording.recording_here, recording.reads_default_dtype),
+        *((math, name, wrap_math(name)) for name in functions.MATH),
+        *list_tensor_classes(recording.recording_here, recording.reads_default_dtype),
         (nn.Module, "training", property(read_training, write_training)),
     ]
     before = []

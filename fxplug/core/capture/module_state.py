@@ -27,15 +27,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..ir.containers import leaves
+from ..ir.containers import list_leaves
 from ..torch_internals.modules import TABLES
 from ..torch_internals.tensors import (
     DisableTorchFunction,
     FakeTensor,
     OpOverload,
     TorchDispatchMode,
-    gradient_hooks,
-    kept_on_fakes,
+    get_gradient_hooks,
+    list_fake_attributes,
     memory_id,
     schema,
     set_gradient_hooks,
@@ -66,34 +66,34 @@ class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for index, argument in enumerate(schema(func).arguments if isinstance(func, OpOverload) else ()):
             # batch norms do not say that they move their running statistics
             if argument.name.startswith("running_") or (argument.alias_info and argument.alias_info.is_write):
-                for value in leaves(args[index] if index < len(args) else kwargs.get(argument.name)):
+                for value in list_leaves(args[index] if index < len(args) else kwargs.get(argument.name)):
                     self.keep(value)
         self.dispatching = True  # which a recording that listens sees: operations of code that is no Python come here only
         try:
             out = func(*args, **kwargs)
         finally:
             self.dispatching = False
-        given = {memory_id(storage) for value in leaves((args, kwargs)) if (storage := storage_of(value)) is not None}
-        for value in leaves(out):
-            storage = storage_of(value)
+        given = {memory_id(storage) for value in list_leaves((args, kwargs)) if (storage := get_storage(value)) is not None}
+        for value in list_leaves(out):
+            storage = get_storage(value)
             if storage is not None and memory_id(storage) not in given:
                 self.made.add(memory_id(storage))
         return out
 
     def keep(self, value: Any) -> None:
         """Copy the memory of a tensor, once."""
-        storage = storage_of(value)
+        storage = get_storage(value)
         if storage is not None and memory_id(storage) not in self.made and memory_id(storage) not in self.kept:
             self.kept[memory_id(storage)] = (storage, storage.clone())  # type: ignore[no-untyped-call]
 
     def makes(self, tensor: torch.Tensor) -> bool:
         """Return whether this run allocated the memory of a tensor."""
-        storage = storage_of(tensor)
+        storage = get_storage(tensor)
         return storage is not None and memory_id(storage) in self.made
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Count a tensor as one that existed before the run."""
-        storage = storage_of(tensor)
+        storage = get_storage(tensor)
         if storage is not None:
             self.made.discard(memory_id(storage))
 
@@ -110,7 +110,7 @@ class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage.copy_(then)
 
 
-def storage_of(value: Any) -> torch.UntypedStorage | None:
+def get_storage(value: Any) -> torch.UntypedStorage | None:
     """Return the storage of a tensor, or None."""
     if not isinstance(value, torch.Tensor):
         return None
@@ -140,7 +140,7 @@ def items(value: Any) -> dict[Any, Any]:
     return dict(OrderedDict.items(value)) if isinstance(value, OrderedDict) else dict.copy(value)
 
 
-def identical_items(a: Any, b: Any) -> bool:
+def has_identical_items(a: Any, b: Any) -> bool:
     """Return whether two dicts have identical keys and values, in the same order."""
     return len(a) == len(b) and all(map(operator.is_, a, b)) and all(map(operator.is_, a.values(), b.values()))
 
@@ -168,7 +168,7 @@ def _same_generators(a: torch.Generator, b: torch.Generator) -> bool:
 
 
 KINDS: dict[type, StateKind] = {
-    dict: StateKind(items, identical_items, put_items),
+    dict: StateKind(items, has_identical_items, put_items),
     list: StateKind(lambda v: list(list.__iter__(v)), _identical, _put_list),
     deque: StateKind(lambda v: list(deque.__iter__(v)), _identical, _put_members),
     set: StateKind(lambda v: set(set.__iter__(v)), lambda a, b: a == b, _put_members),
@@ -233,7 +233,7 @@ class StatePlace(NamedTuple):
 
     def path(self) -> str:
         """Return the path of the module that holds the place."""
-        return keys_of(self.link)[0].path  # type: ignore[no-any-return]
+        return split_place(self.link)[0].path  # type: ignore[no-any-return]
 
     def is_in(self, leaves: Iterable[str]) -> bool:
         """Return whether the place is in one of these modules, or a part of it."""
@@ -262,7 +262,7 @@ class _TensorState(NamedTuple):
 
     def is_as_it_was(self) -> bool:
         """Return whether memory, geometry, hooks and flag are unchanged, whatever its values are."""
-        flags = self.tensor.requires_grad, gradient_hooks(self.tensor)
+        flags = self.tensor.requires_grad, get_gradient_hooks(self.tensor)
         return not self.is_moved() and flags == (self.requires_grad, self.hooks)
 
     def is_moved(self) -> bool:
@@ -346,9 +346,9 @@ class State:
         with contextlib.suppress(RuntimeError):
             grad = tensor.grad if tensor.is_leaf else None
             writes = 0 if tensor.is_inference() else version(tensor)
-            flags = tensor.requires_grad, grad, link, gradient_hooks(tensor)
+            flags = tensor.requires_grad, grad, link, get_gradient_hooks(tensor)
             self.tensors[id(tensor)] = _TensorState(tensor, tensor.detach(), writes, *flags)
-        attributes = own_attributes(tensor)
+        attributes = get_own_attributes(tensor)
         self.members.append((tensor, attributes, link))
         self._later(attributes.items(), link)
 
@@ -359,7 +359,7 @@ class State:
         found = []
         for value, kind, before, link in self.notes:
             if isinstance(value, dict):
-                if type(value) is dict and identical_items(before, value):
+                if type(value) is dict and has_identical_items(before, value):
                     continue  # most are, and need no copy
                 found += _differing(value, before, items(value), link)
             elif not kind.same(before, kind.note(value)):
@@ -373,7 +373,7 @@ class State:
         for tables, before, link in self.hooks:
             if before or any(tables.values()):
                 for key, hooks in tables.items():
-                    if not identical_items(before.get(key, {}), hooks):
+                    if not has_identical_items(before.get(key, {}), hooks):
                         yield hooks, before.get(key, {}), link, key
 
     def restore(self) -> None:
@@ -381,7 +381,7 @@ class State:
         for hooks, before, _, _ in self._changed_hooks():
             put_items(hooks, before)
         for value, kind, before, _ in self.notes:
-            if type(value) is dict and identical_items(before, value):
+            if type(value) is dict and has_identical_items(before, value):
                 continue
             if not kind.same(before, kind.note(value)):
                 kind.put(value, before)
@@ -433,12 +433,12 @@ def _caches(kinds: set[type]) -> list[Any]:
 
 def own(value: Any) -> dict[str, Any]:
     """Return the attributes of a tensor, or those of an object with slots."""
-    return own_attributes(value) if isinstance(value, torch.Tensor) else _slots(value)
+    return get_own_attributes(value) if isinstance(value, torch.Tensor) else _slots(value)
 
 
-def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+def get_own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that code has set on a tensor; names with an underscore are torch's and ours."""
-    torchs = kept_on_fakes() if type(tensor) is FakeTensor else ()
+    torchs = list_fake_attributes() if type(tensor) is FakeTensor else ()
     return {name: value for name, value in vars(tensor).items() if not name.startswith("_") and name not in torchs}
 
 
@@ -453,7 +453,7 @@ def _slot_names(cls: type) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
-def keys_of(link: Link) -> list[Any]:
+def split_place(link: Link) -> list[Any]:
     """Return the module of a place and the keys from there on."""
     keys = []
     while link is not None:
@@ -464,7 +464,7 @@ def keys_of(link: Link) -> list[Any]:
 
 def written(link: Link) -> str:
     """Format a place in Python's syntax: `'blocks.0'.cache['x']`."""
-    home, *keys = keys_of(link)
+    home, *keys = split_place(link)
     text = str(home)
     for key in keys:
         if key in ("_buffers", "_parameters", "_modules"):  # where torch keeps what is an attribute

@@ -16,21 +16,21 @@ import torch
 from torch import fx, nn
 
 from ..ir import functions, ops
-from ..ir.graph import meta_of, redirect
-from ..spec.addresses import identifier
+from ..ir.graph import get_meta, redirect
+from ..spec.addresses import make_identifier
 from ..torch_internals.tensors import DisableTorchFunction, FakeTensor, OpOverload, OpOverloadPacket
-from .fake_tensors import KINDS, NeedsValues, Number, lacks_values, record
+from .fake_tensors import KINDS, NeedsValues, Number, is_missing_values, record
 from .graph_builder import Recording
 from .user_code import (
-    calling_user_frame,
-    counts_distinct,
-    decision_at,
+    count_unpacked,
+    describe_decision,
+    find_calling_frame,
+    find_position,
+    find_source_line,
+    find_user_frame,
+    is_counting_distinct,
     is_irrelevant_branch,
-    position,
-    source_line,
-    tree_of,
-    unpacked,
-    user_frame,
+    parse_source,
 )
 
 Place = tuple[int, int, int, int]  # line, column, last line, last column
@@ -58,7 +58,7 @@ class Dtypes:
 
     def read(self, tensor: torch.Tensor, answer: torch.dtype, frame: FrameType) -> torch.dtype:
         """`frame` reads the dtype of a tensor."""
-        recording, user = self.recording, calling_user_frame(frame)
+        recording, user = self.recording, find_calling_frame(frame)
         known = recording.recorded(tensor) is not None or id(tensor) in recording.parameters
         if user is None or not known or is_irrelevant_branch(user):
             return answer
@@ -66,9 +66,9 @@ class Dtypes:
         if of not in self.nodes:
             self.nodes[of] = recording.node("call_function", ops.dtype_of, (of,), {}, f"{of.name}_dtype")
             self.nodes[of].meta["value"] = answer
-        read = Read(self.nodes[of], *source_line())
+        read = Read(self.nodes[of], *find_source_line())
         self.all.append(read)
-        place, source = position(user), _reads(user.f_code.co_filename)
+        place, source = find_position(user), _reads(user.f_code.co_filename)
         if user is frame and place in source.given:
             self.last[id(user), place] = read
         elif user is frame and place in source.held:
@@ -77,8 +77,8 @@ class Dtypes:
 
     def dtype_argument(self, dtype: torch.dtype) -> Any:
         """A dtype among the arguments of a call: the node that reads it, or the dtype where none is known."""
-        frame = user_frame()
-        place = None if frame is None else position(frame)
+        frame = find_user_frame()
+        place = None if frame is None else find_position(frame)
         if frame is None or place is None:
             return dtype
         for use in _reads(frame.f_code.co_filename).uses.get(place, ()):
@@ -116,7 +116,7 @@ def _place(node: ast.expr) -> Place:
 @lru_cache(maxsize=256)
 def _reads(file: str) -> SourceDtypes:
     found = SourceDtypes(set(), {}, {})
-    for node in ast.walk(tree_of(file)):
+    for node in ast.walk(parse_source(file)):
         if isinstance(node, ast.Call) and (uses := _uses(node)):
             found.uses[_place(node)] = uses
             found.given.update(use.read for use in uses if use.read)
@@ -197,14 +197,14 @@ def record_assignments(recording: Recording, leaves: set[str]) -> None:
         old, new = recording.lookup(before), recording.lookup(now)
         if old.users:  # what read the old value keeps it
             copy = recording.node("call_method", "clone", (old,), {}, f"{old.name}_before", after=old)
-            copy.meta.update(meta_of(old))
+            copy.meta.update(get_meta(old))
             redirect(old, copy)
         kinds = recording.node("call_function", ops.same_dtype, (old, new), {}, f"{new.name}_same_dtype")
         same = f"whether the value written to the buffer '{name}' has the buffer's dtype"
-        recording.guard_after(kinds, True, (*source_line(), same))
+        recording.guard_after(kinds, True, (*find_source_line(), same))
         for dim, size in enumerate(sizes):
             recording.decide(recording.size_of(new, "size", size, dim))
-        recording.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)
+        recording.node("call_method", "copy_", (old, new), {}, make_identifier(f"{name}_assign"), effect=True)
 
 
 def guard_parts(recording: Recording, func: Any, name: str, node: fx.Node, out: Any, call: Any, frame: FrameType) -> None:
@@ -217,13 +217,13 @@ def guard_parts(recording: Recording, func: Any, name: str, node: fx.Node, out: 
         guard_structure(recording, node, out)
     elif isinstance(out, (tuple, list)):
         sized = any(isinstance(x, (list, tuple)) for x in (*call[0], *call[1].values()))
-        whole = name.endswith("chunk") and unpacked(frame) == len(out)  # which gives no more, and Python refuses fewer
-        if functions.takes_apart(name) and not sized and not whole:
+        whole = name.endswith("chunk") and count_unpacked(frame) == len(out)  # which gives no more, and Python refuses fewer
+        if functions.is_splitting(name) and not sized and not whole:
             guard_answer(recording, ops.number_of_parts, node, len(out))
     elif name in functions.SQUEEZING and isinstance(out, torch.Tensor):
         dims = recording.node("call_method", "dim", (node,), {}, f"{node.name}_dim", after=node)
         dims.meta["value"] = out.dim()
-        recording.guard_after(dims, out.dim(), decision_at(dims))
+        recording.guard_after(dims, out.dim(), describe_decision(dims))
 
 
 def guard_structure(recording: Recording, node: fx.Node, out: Any) -> None:
@@ -237,7 +237,7 @@ def guard_answer(recording: Recording, question: Callable[..., Any], node: fx.No
     """Hold what a function of ours says of a result."""
     asked = recording.node("call_function", question, (node,), {}, f"{node.name}_{question.__name__}", after=node)
     asked.meta["value"] = answer
-    recording.guard_after(asked, answer, decision_at(asked))
+    recording.guard_after(asked, answer, describe_decision(asked))
 
 
 def read_value(recording: Recording, func: Any, name: str | None, args: Any, _: Any) -> Any:
@@ -246,7 +246,7 @@ def read_value(recording: Recording, func: Any, name: str | None, args: Any, _: 
     try:
         out = func(*args)
     except RuntimeError as error:
-        if recording.fake and lacks_values(error):
+        if recording.fake and is_missing_values(error):
             raise NeedsValues(recording.needs_values()) from error
         raise
     source = recording.lookup(tensor)
@@ -322,12 +322,13 @@ class Distinct(NamedTuple):
 class _SetStandIn(_StandIn):
     def __call__(cls, *args: Any) -> Any:
         items = list(args[0]) if len(args) == 1 else []
-        if any(map(_is_value, items)) and counts_distinct(sys._getframe(1)) and all(isinstance(x, (int, float)) for x in items):
+        numbers = any(map(_is_value, items)) and all(isinstance(x, (int, float)) for x in items)
+        if numbers and is_counting_distinct(sys._getframe(1)):
             return Distinct(record(ops.number_of_distinct, *items))
         return set(items) if args else set()
 
 
-# numpy asks a class for its dtype; torch takes none but Python's own, see `Tries.stand_ins`
+# numpy asks a class for its dtype; torch takes none but Python's own, see `RetryState.stand_ins`
 Int: Any = _IntStandIn("int", (int,), {"dtype": np.dtype(int)})
 Float: Any = _FloatStandIn("float", (float,), {"dtype": np.dtype(float)})
 Set: Any = _SetStandIn("set", (set,), {})

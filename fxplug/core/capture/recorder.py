@@ -16,7 +16,7 @@ from torch.utils import checkpoint
 
 from ..errors import TraceError
 from ..ir import functions, ops
-from ..ir.containers import leaves, map_leaves
+from ..ir.containers import list_leaves, map_leaves
 from ..torch_internals import CHECKPOINTS, SCRIPTED
 from ..torch_internals.modules import set_grad_enabled
 from ..torch_internals.tensors import (
@@ -45,13 +45,13 @@ from .user_code import (
     SIZES,
     TEXT,
     VALUES,
-    calling_user_frame,
-    inside_try_block,
+    find_calling_frame,
+    find_source_line,
+    find_user_frame,
+    is_comparing_identity,
+    is_inside_try,
     is_irrelevant_branch,
     is_text_for_people,
-    source_line,
-    tells_apart,
-    user_frame,
 )
 
 LEAVING |= {"apply_", "map_", "map2_", "__cuda_array_interface__"}
@@ -76,10 +76,10 @@ class Listener(TorchFunctionMode):
         if type(func) is types.MethodWrapperType:  # the getter of a property; a new object at each access
             return read_attribute(recording, func, *args)
         if recording.journal is not None and recording.journal.dispatching:  # in code that is no Python sizes are numbers
-            sizes = [recording.shape(x) for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            sizes = [recording.shape(x) for x in list_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             for size in itertools.chain(*sizes):
                 recording.decide(size)
-        name = functions.method_names().get(func)
+        name = functions.list_method_names().get(func)
         handler: Callable[..., Any] = HANDLERS.get(name or func, record_call)
         return handler(recording, func, name, args, kwargs)
 
@@ -112,7 +112,7 @@ def record_text(recording: Recording, func: Any, name: str | None, args: Any, kw
     """Make the text of a tensor. Raises TraceError where its values matter: what people read may be told, all else hangs on
     them.
     """
-    user = calling_user_frame(_calling_frame()) if recording.computed(args[0]) else None
+    user = find_calling_frame(_calling_frame()) if recording.computed(args[0]) else None
     if user is not None and not is_text_for_people(user):
         raise TraceError(
             f"{recording.place()}: turns a tensor's values into a string, which cannot be captured in a graph; "
@@ -169,7 +169,7 @@ def read_attribute(recording: Recording, func: Any, tensor: torch.Tensor, *rest:
     out = func(tensor, *rest)
     if name == "dtype":
         return recording.dtypes.read(tensor, out, _calling_frame())
-    if name in (*ops.QUESTIONS, *OUTSIDE) and calling_user_frame(_calling_frame()) is not None:
+    if name in (*ops.QUESTIONS, *OUTSIDE) and find_calling_frame(_calling_frame()) is not None:
         if name not in OUTSIDE:
             return query_autograd(recording, tensor, name)
     elif not isinstance(out, torch.Tensor) or name == "grad":
@@ -186,7 +186,7 @@ def record_call(recording: Recording, func: Any, method: str | None, args: Any, 
     """Run a torch function and record it under its public name."""
     if kwargs.get("generator") is torch.default_generator:
         kwargs = {**kwargs, "generator": None}  # which is the one without any
-    if func in CONSTANTS and not any(isinstance(x, (Number, torch.Tensor)) for x in leaves((args, kwargs))):
+    if func in CONSTANTS and not any(isinstance(x, (Number, torch.Tensor)) for x in list_leaves((args, kwargs))):
         made = make_constant(recording, func, args, kwargs)
         if made is not None:
             return made
@@ -213,7 +213,7 @@ def record_call(recording: Recording, func: Any, method: str | None, args: Any, 
             recording.paused = ops.is_applied(func)
             out = run(given[0]) if run else func(*plain, **plain_kw)
         except Exception:  # torch's, raised again
-            if calling_user_frame(_calling_frame()) is not None:
+            if find_calling_frame(_calling_frame()) is not None:
                 recording.failed = recording.failed or recording.place()
             raise
         finally:
@@ -234,19 +234,19 @@ def record_call(recording: Recording, func: Any, method: str | None, args: Any, 
     if out is NotImplemented or isinstance(out, KIND_ANSWERS) or short in KIND_QUESTIONS | KIND_TESTS:
         return out
     is_query = isinstance(out, bool) and short.startswith(("is_", "has_", "can_", "_"))
-    if is_query and calling_user_frame(_calling_frame()) is None:
+    if is_query and find_calling_frame(_calling_frame()) is None:
         return out  # torch asks for itself, and will ask again
     if short == "is_inference" and recording.inference[-1]:
         raise TraceError(
             f"{recording.place()}: calls Tensor.is_inference() in inference mode: trace outside of torch.inference_mode"
         )
-    if out is None and method is None and func not in functions.names() and not changed:
+    if out is None and method is None and func not in functions.name_functions() and not changed:
         return None
     if isinstance(func, OpOverload) and func.namespace == "aten" and not kwargs:  # as scripted functions call them
-        method = functions.method_names().get(getattr(torch.Tensor, func.overloadpacket.__name__, None), method)
-    operator_name = functions.operator_name(func, called)
+        method = functions.list_method_names().get(getattr(torch.Tensor, func.overloadpacket.__name__, None), method)
+    operator_name = functions.get_operator_name(func, called)
     op, target, nodes = find_target(recording, func, method, nodes)
-    short = functions.short_name(target)
+    short = functions.get_short_name(target)
     in_place = bool(changed) or getattr(target, "__name__", str(target)).endswith("_")
     # running statistics, unseen
     moves = func in SHAPE_OF_FIRST and any(flag is True for flag in (*plain, *plain_kw.values()))
@@ -262,11 +262,11 @@ def record_call(recording: Recording, func: Any, method: str | None, args: Any, 
     node = recording.node(op, target, nodes, node_kw, recording.named(short), effect)
     if any(recording.recorded(x) is not None for x in given):  # a weight has the sizes it has
         guard_parts(recording, func, operator_name, node, out, (plain, plain_kw), _calling_frame())
-    if short in ITSELF and isinstance(out, torch.Tensor) and given and tells_apart(user_frame()):
+    if short in ITSELF and isinstance(out, torch.Tensor) and given and is_comparing_identity(find_user_frame()):
         guard_itself(recording, node, out, given[0])
         if out is given[0]:
             return out
-    if inside_try_block(user_frame()):
+    if is_inside_try(find_user_frame()):
         recording.node("call_function", ops.tried, (node,), {}, f"{node.name}_tried", effect=True)
     if isinstance(target, str) and target in RESHAPING:
         repeat_reshape(recording, func, plain[0], plain[1:], plain_kw)
@@ -290,7 +290,7 @@ def query_autograd(recording: Recording, tensor: torch.Tensor, question: str) ->
         root = of
     with DisableTorchFunction():
         answer = ops.autograd_query(root, question)
-    frame = user_frame()
+    frame = find_user_frame()
     if frame is None or not is_irrelevant_branch(frame):
         args = (recording.lookup(tensor), question)
         node = recording.node("call_function", ops.autograd_query, args, {}, recording.named(question))
@@ -302,7 +302,7 @@ def query_autograd(recording: Recording, tensor: torch.Tensor, question: str) ->
 def guard_itself(recording: Recording, node: fx.Node, out: torch.Tensor, given: torch.Tensor) -> None:
     """Hold whether an operation gives its argument itself, which code with `a is b` can tell from a copy."""
     same = recording.node("call_function", ops.is_same, (node, recording.lookup(given)), {}, f"{node.name}_itself")
-    recording.guard_after(same, out is given, (*source_line(), "whether it returns its argument itself"))
+    recording.guard_after(same, out is given, (*find_source_line(), "whether it returns its argument itself"))
 
 
 def find_target(
@@ -311,7 +311,7 @@ def find_target(
     """Find a public name for what was called: FX op, target, and the arguments in that target's order."""
     if ops.is_applied(func):
         return "call_function", func, nodes
-    if listed := functions.listed(func):
+    if listed := functions.find_allowed(func):
         return "call_function", listed, nodes
     if method is not None:
         if method in functions.DUNDERS:
@@ -322,7 +322,7 @@ def find_target(
         if not method.startswith("_"):
             return "call_method", method, nodes
     public = getattr(torch, getattr(func, "__name__", ""), None)
-    if listed := functions.listed(public):
+    if listed := functions.find_allowed(public):
         return "call_function", listed, nodes
     if isinstance(func, (OpOverload, OpOverloadPacket)):
         return "call_function", func, nodes
@@ -366,7 +366,7 @@ def fresh_constant(recording: Recording, real: torch.Tensor) -> torch.Tensor:
         return recording.mark(recording.mode.from_tensor(real) if recording.mode is not None else real.clone(), node)
 
 
-def call_patches(recording: Recording) -> Iterator[tuple[Any, str, Any]]:
+def list_patches(recording: Recording) -> Iterator[tuple[Any, str, Any]]:
     """Give what stands for functions of torch of whose calls no mode hears: owner, name and value."""
     apply = vars(torch.autograd.Function)["apply"]
     yield torch.autograd.Function, "apply", patch_apply(recording, apply)
@@ -449,12 +449,12 @@ def patch_instance_check(recording: Recording, original: Callable[..., bool]) ->
 
     def check(cls: Any, value: Any) -> bool:
         found = original(cls, value)
-        if cls is nn.Parameter and recording.recording_here() and calling_user_frame(sys._getframe(1)) is not None:
+        if cls is nn.Parameter and recording.recording_here() and find_calling_frame(sys._getframe(1)) is not None:
             node = recording.recorded(value) if isinstance(value, torch.Tensor) else None
             if node is not None:
                 args = (node, "is_parameter")
                 asked = recording.node("call_function", ops.autograd_query, args, {}, recording.named("is_parameter"))
-                recording.guard_after(asked, found, (*source_line(), "whether it is a parameter"))
+                recording.guard_after(asked, found, (*find_source_line(), "whether it is a parameter"))
         return found
 
     return check

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from .. import quantised
-from ..errors import FxplugError, SpecError, TraceError, shown
-from ..ir.containers import PLAIN_TYPES, Container, leaves, tensor_at
-from ..ir.entry_checks import signature_of
+from ..errors import FxplugError, SpecError, TraceError, quote
+from ..ir.containers import PLAIN_TYPES, Container, find_tensor, list_leaves
+from ..ir.entry_checks import get_signature
 from ..ir.traced_module import TracedModule, check_traced
 from ..ir.variants import LIMIT, VariantCache, Variants, as_kind
 from ..torch_internals.modules import forward_hooks
@@ -51,9 +51,9 @@ def with_retracer(module: V, model: nn.Module, limit: int = LIMIT) -> V:
     """Attach a model to the module, to trace it for further calls; return the module. Raises SpecError as `variants` does."""
     _checked(module)
     if not isinstance(model, nn.Module) or isinstance(model, TracedModule):
-        raise SpecError(f"variants(gm, model) takes the model that was traced, not {shown(model, 80)}")
+        raise SpecError(f"variants(gm, model) takes the model that was traced, not {quote(model, 80)}")
     if type(limit) is not int or limit < 0:
-        raise SpecError(f"variants: limit must be a number of graphs, not {shown(limit)}")
+        raise SpecError(f"variants: limit must be a number of graphs, not {quote(limit)}")
     if path := _difference(model, module):
         raise SpecError(f"variants: the model is not the one that was traced, or was changed since: '{path}' differs")
     made = module._variants.made
@@ -82,14 +82,14 @@ class Retracer:
 
     def __call__(self, owner: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
         """Return the trace for this call, checked against the model. Raises TraceError if the model cannot be traced."""
-        bound = signature_of(owner).bind(*args, **kwargs)
+        bound = get_signature(owner).bind(*args, **kwargs)
         for entry in owner.meta.get("passes", []):
             for name in entry.get("inputs", ()):
                 bound.arguments.pop(name, None)
         self.check()
         call, options = (bound.args, bound.kwargs), owner.meta.get("trace", {"leaf": [], "real": None, "keep": False})
         with _with_tensors_of(owner, self.model):
-            if any(type(x) in KINDS for x in leaves(call)):
+            if any(type(x) in KINDS for x in list_leaves(call)):
                 with contextlib.suppress(Exception):  # the model's, which is reported below
                     return retrace(self.model, call, True, **options)
             try:
@@ -163,7 +163,7 @@ def _with_tensors_of(owner: TracedModule, model: nn.Module) -> Iterator[None]:
                 own = getattr(module, table)
                 for key, value in own.items():
                     name = f"{path}.{key}" if path else key
-                    found = tensor_at(owner, name)
+                    found = find_tensor(owner, name)
                     if value is None or found is value:
                         continue
                     if found is None or found.shape != value.shape:

@@ -14,25 +14,25 @@ import torch
 from torch import nn
 
 from ..errors import GuardError, TraceError
-from ..ir.comparison import REPEATED, Outcome, copied, describe_difference, equal, is_close, is_integer, run
-from ..ir.containers import Container, leaves, map_leaves
+from ..ir.comparison import REPEATED, Outcome, copy_inputs, describe_difference, is_close, is_equal, is_integer, run
+from ..ir.containers import Container, list_leaves, map_leaves
 from ..ir.functions import is_random
 from ..ir.ops import modes, other_kind, set_modes
 from ..ir.traced_module import TracedModule
 from ..torch_internals.tensors import FakeTensor, memory_id
-from .fake_tensors import fake
+from .fake_tensors import make_fake
 from .graph_builder import Recording
 from .isolation import (
-    Recorded,
-    alike,
-    equal_contents,
-    equal_random_state,
-    frozen,
-    random_state,
+    RecordedRun,
+    freeze_value,
+    get_random_state,
+    has_equal_contents,
+    is_alike,
+    is_same_random_state,
     restore_after,
     set_random_state,
 )
-from .module_state import Journal, State, StatePlace, storage_of
+from .module_state import Journal, State, StatePlace, get_storage
 
 DRAWS = "the random generators end in another state: the graph draws more or fewer numbers than the model"
 UNCHECKED = "or skip this check: trace(..., check=False)"
@@ -40,7 +40,7 @@ UNCHECKED = "or skip this check: trace(..., check=False)"
 
 def has_values(weights: list[torch.Tensor], call: Any) -> bool:
     """Return whether weights and inputs have values to run a model with, and not only shapes."""
-    tensors = [*weights, *(x for x in leaves(call) if isinstance(x, torch.Tensor))]
+    tensors = [*weights, *(x for x in list_leaves(call) if isinstance(x, torch.Tensor))]
     return not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors)
 
 
@@ -77,14 +77,14 @@ def check(model: nn.Module, gm: TracedModule, call: Any, state: State, more_grad
 
 
 def value_changes(call: Any) -> list[str]:
-    """Return the options for `other` of `copied` for a call, the largest change first."""
-    has_integers = any(isinstance(t, torch.Tensor) and is_integer(t) for t in leaves(call))
+    """Return the options for `other` of `copy_inputs` for a call, the largest change first."""
+    has_integers = any(isinstance(t, torch.Tensor) and is_integer(t) for t in list_leaves(call))
     return ["all", "numbers"] if has_integers else ["numbers"]
 
 
 def of_other_sizes(call: Any) -> Iterator[Any]:
     """Yield the inputs with one of their sizes changed, wherever it occurs: by one, and to a half."""
-    sizes = {int(n) for t in leaves(call) if isinstance(t, torch.Tensor) for n in t.shape if n > 1}
+    sizes = {int(n) for t in list_leaves(call) if isinstance(t, torch.Tensor) for n in t.shape if n > 1}
     for size in sorted(sizes):
         for new in sorted({size // 2, size - 1, size + 1} - {0}):
             yield map_leaves(call, lambda t, _, size=size, new=new: _resized(t, size, new))  # type: ignore[misc]
@@ -98,11 +98,11 @@ def _resized(tensor: torch.Tensor, size: int, new: int) -> torch.Tensor:
     return tensor
 
 
-def depends_on_input_aliasing(model: nn.Module, call: Any, state: State) -> bool:
+def is_aliasing_dependent(model: nn.Module, call: Any, state: State) -> bool:
     """Return whether a model's result for one tensor passed twice differs from that for two equal ones: it may ask `a is b`."""
     tensors: dict[Any, torch.Tensor] = {}
     several = False
-    for t in leaves(call):
+    for t in list_leaves(call):
         if isinstance(t, torch.Tensor) and not other_kind(t):
             several |= tensors.setdefault((t.shape, t.dtype, t.device), t) is not t
     if not several:
@@ -110,11 +110,11 @@ def depends_on_input_aliasing(model: nn.Module, call: Any, state: State) -> bool
     found = []
     for change in (lambda t: t, lambda t: t.detach().clone()):
         like = map_leaves(call, lambda t, _, change=change: change(tensors.get((t.shape, t.dtype, t.device), t)))  # type: ignore[misc]
-        found.append(one_call(model, like, state))
-    return found[0].diff(found[1], equal_contents) is not None
+        found.append(call_once(model, like, state))
+    return found[0].diff(found[1], has_equal_contents) is not None
 
 
-def one_call(function: Callable[..., Any], call: Any, state: State, grad: bool = False) -> Outcome:
+def call_once(function: Callable[..., Any], call: Any, state: State, grad: bool = False) -> Outcome:
     """Call a model, or what calls it, on copies, with or without gradients recorded, and put all back as it was."""
     journal = Journal()
     with contextlib.ExitStack() as stack:
@@ -123,26 +123,26 @@ def one_call(function: Callable[..., Any], call: Any, state: State, grad: bool =
         stack.callback(journal.put_back)
         stack.enter_context(restore_after(state))
         with journal:
-            found = run(function, copied(call))
+            found = run(function, copy_inputs(call))
         found.keep()
         return found
 
 
 def _backward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Give the gradients of inputs and parameters, the buffers, and where the random generators stand."""
-    inputs = [x for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.is_leaf]
+    inputs = [x for x in list_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.is_leaf]
     parameters = [p for p in module.parameters() if p.requires_grad]
     tensors = [*inputs, *parameters]
     for tensor in tensors:
         tensor.requires_grad_().grad = None
-    out = [x for x in leaves(module(*args, **kwargs)) if isinstance(x, torch.Tensor) and x.requires_grad]
+    out = [x for x in list_leaves(module(*args, **kwargs)) if isinstance(x, torch.Tensor) and x.requires_grad]
     if out:
         sum((x * torch.linspace(1, 2, x.numel()).to(x).reshape(x.shape)).sum() for x in out).backward()  # type: ignore[union-attr]
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
-    return [None if x.grad is None else x.grad.clone() for x in tensors], buffers, random_state()
+    return [None if x.grad is None else x.grad.clone() for x in tensors], buffers, get_random_state()
 
 
-def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State, recorded: Recorded) -> None:
+def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State, recorded: RecordedRun) -> None:
     """Compare the gradients of inputs and parameters of model and graph, and what the backward leaves behind, where the model's
     backward runs code again, as that of a checkpoint does, and the graph's does not.
 
@@ -150,18 +150,18 @@ def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State,
     """
     if not (where := recorded.checkpointed):
         return
-    found = [one_call(functools.partial(_backward, module), call, state, grad=True) for module in (model, gm)]
+    found = [call_once(functools.partial(_backward, module), call, state, grad=True) for module in (model, gm)]
     if found[0].error:
         return  # the model has no gradients here
     if found[1].error:
         name = type(model).__name__
         raise TraceError(f"{where}: the backward pass of the graph of {name} fails, and that of the model does not")
     (mine, kept, draws), (others, left, drawn) = (one.out for one in found)
-    problem = "" if equal_random_state(draws, drawn) else "the random numbers afterwards differ"
+    problem = "" if is_same_random_state(draws, drawn) else "the random numbers afterwards differ"
     for a, b in zip(mine, others, strict=True):
-        if (a is None) != (b is None) or (a is not None and not (equal(a, b) or is_close(a, b, REPEATED))):
+        if (a is None) != (b is None) or (a is not None and not (is_equal(a, b) or is_close(a, b, REPEATED))):
             problem = "its gradients differ from the model's"
-    if changed := [name for name, b in kept.items() if name in left and not equal(b, left[name])]:
+    if changed := [name for name, b in kept.items() if name in left and not is_equal(b, left[name])]:
         problem = f"'{changed[0]}' differs afterwards: the graph writes it once, and the model again in its backward pass"
     if problem:
         raise TraceError(
@@ -191,7 +191,7 @@ def check_kept(
     mode, device = recording.mode, recording.device
 
     def again() -> None:
-        args, kwargs = map_leaves(call, lambda t, _: fake(t, mode, device if t.is_meta else t.device))
+        args, kwargs = map_leaves(call, lambda t, _: make_fake(t, mode, device if t.is_meta else t.device))
         with contextlib.suppress(Exception):  # what the first run left may be of use to nobody
             model(*args, **kwargs)
 
@@ -200,7 +200,7 @@ def check_kept(
     state.restore()
     put_fakes()
     again()
-    kept = [place for place, value in zip(places, values, strict=True) if not alike(_content(place), value)]
+    kept = [place for place, value in zip(places, values, strict=True) if not is_alike(_content(place), value)]
     if kept:
         raise TraceError(_text_of_kept(kept[0]))
 
@@ -238,7 +238,7 @@ class _Pair:
         self.more_gradients = more
         self.example = call
         self.tables = {id(m._buffers): (f"{path}." if path else "", m) for path, m in model.named_modules()}
-        self.start = random_state(), modes()
+        self.start = get_random_state(), modes()
         self.journal = Journal()
 
     # --- runs
@@ -247,8 +247,8 @@ class _Pair:
         """Call one of the two on copies of the inputs; those of the second step are others, and so are random numbers."""
         if step:
             torch.default_generator.manual_seed(step)
-        inputs = copied(self.example if example is None else example, self.other if step == 1 else "")
-        given = [t for t in leaves(inputs) if isinstance(t, torch.Tensor)]
+        inputs = copy_inputs(self.example if example is None else example, self.other if step == 1 else "")
+        given = [t for t in list_leaves(inputs) if isinstance(t, torch.Tensor)]
         lean = self.lean and torch.is_grad_enabled()
         hooks = save_nothing() if lean else contextlib.nullcontext()
         with self.journal, hooks:
@@ -256,7 +256,7 @@ class _Pair:
         found.facts = _facts(given, found.out)
         found.state = {f"the buffer '{name}'": b for name, b in module.named_buffers(remove_duplicate=False)}
         found.keep()
-        found.memory, found.draws, found.settings = self.journal.now(), random_state(), modes()
+        found.memory, found.draws, found.settings = self.journal.now(), get_random_state(), modes()
         return found
 
     def rewind(self, to: _WatchedOutcome | None = None) -> None:
@@ -318,7 +318,7 @@ class _Pair:
             return f"the graph fails where the model does not: {text}"
         anew = {self.buffer(place) for place in places}
         found = replace(a, state={name: value for name, value in a.state.items() if name not in anew})
-        if problem := found.diff(b, equal_contents):
+        if problem := found.diff(b, has_equal_contents):
             return problem
         for (name, mine), (_, other) in zip(a.facts, b.facts, strict=True):
             if mine != other and not (self.more_gradients and name == "gradients" and all(map(operator.le, mine, other))):
@@ -326,7 +326,7 @@ class _Pair:
         if problem := self.memory(a, b):
             return problem
         alone = threading.active_count() == 1  # or another thread may have drawn from the same generators
-        if not equal_random_state(a.draws, b.draws) and (alone or any(is_random(n, self.gm) for n in self.gm.graph.nodes)):
+        if not is_same_random_state(a.draws, b.draws) and (alone or any(is_random(n, self.gm) for n in self.gm.graph.nodes)):
             return DRAWS
         for name, mine in a.settings.items():
             if mine != (other := b.settings[name]) and name != "gradients":  # which a graph gives back, as a model may not
@@ -339,7 +339,7 @@ class _Pair:
             return None
         for held in self.state.tensors.values():
             home = held.link[0]  # None of a module's own attribute, else what holds it
-            storage = None if home is not None and home[1] == "_buffers" else storage_of(held.alias)
+            storage = None if home is not None and home[1] == "_buffers" else get_storage(held.alias)
             if storage is None or memory_id(storage) not in self.journal.kept:
                 continue
             before = self.journal.kept[memory_id(storage)][1]
@@ -375,7 +375,7 @@ class _Pair:
         for place in places:
             name = self.buffer(place)
             calls = zip((first, second), ours, strict=True)
-            if name in first.state and all(equal(m.state.get(name), o.state.get(name)) for m, o in calls):
+            if name in first.state and all(is_equal(m.state.get(name), o.state.get(name)) for m, o in calls):
                 recorded[id(place.owner), place.key] = first.state[name]
         rest = [(p, v) for p, v in zip(places, values, strict=True) if (id(p.owner), p.key) not in recorded]
         if not rest:
@@ -385,7 +385,7 @@ class _Pair:
             if (id(place.owner), place.key) in recorded:
                 place.owner[place.key] = recorded[id(place.owner), place.key].clone()
         third = self.call(self.model, 1)
-        kept = [place for place, value in rest if not alike(_content(place), value)]
+        kept = [place for place, value in rest if not is_alike(_content(place), value)]
         if not kept and not third.error and _compare_results(second, third):
             kept = [place for place, _ in rest]
         self.rewind()
@@ -437,13 +437,13 @@ class _Pair:
 
 
 def _compare_results(a: Outcome, b: Outcome) -> str | None:
-    return describe_difference(a.out, b.out, equal_contents)
+    return describe_difference(a.out, b.out, has_equal_contents)
 
 
 def _content(place: StatePlace) -> Any:
     now = place.now()
     # a hook has another key each time
-    return frozen(list(now.values()) if place.key is None and isinstance(now, dict) else now)
+    return freeze_value(list(now.values()) if place.key is None and isinstance(now, dict) else now)
 
 
 def _text_of_kept(place: StatePlace) -> str:
@@ -455,13 +455,13 @@ def _text_of_kept(place: StatePlace) -> str:
 
 def _facts(given: list[torch.Tensor], out: Any) -> list[Any]:
     """Return the properties of a result besides its values: strides, gradients, and which tensors share memory."""
-    tensors = [x for x in leaves(out) if isinstance(x, torch.Tensor)]
+    tensors = [x for x in list_leaves(out) if isinstance(x, torch.Tensor)]
     strided = [t.stride() if t.layout is torch.strided else None for t in tensors]
     gradients = [t.requires_grad for t in tensors]
     first: dict[int, int] = {}
     shared = []
     for index, tensor in enumerate([*given, *tensors]):
-        storage = storage_of(tensor)
+        storage = get_storage(tensor)
         shared.append(index if storage is None else first.setdefault(memory_id(storage), index))
     return [("strides", strided), ("gradients", gradients), ("tensors that share memory", shared)]
 
@@ -472,5 +472,5 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _close(a: Any, b: Any) -> bool:
     """Return whether two results differ only by rounding, for devices whose order of summation varies."""
-    pairs = [(x, y) for x, y in zip(leaves(a), leaves(b), strict=True) if isinstance(x, torch.Tensor)]
-    return all(equal(x, y) or (x.device.type != "cpu" and is_close(x, y, REPEATED)) for x, y in pairs)
+    pairs = [(x, y) for x, y in zip(list_leaves(a), list_leaves(b), strict=True) if isinstance(x, torch.Tensor)]
+    return all(is_equal(x, y) or (x.device.type != "cpu" and is_close(x, y, REPEATED)) for x, y in pairs)

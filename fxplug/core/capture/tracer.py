@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .. import quantised
-from ..errors import FxplugError, TraceError, did_you_mean, shortened
-from ..ir.containers import HOOKED, call_of, named_tensors
-from ..ir.containers import leaves as values
+from ..errors import FxplugError, TraceError, did_you_mean, shorten
+from ..ir.containers import HOOKED, list_tensors, make_call
+from ..ir.containers import list_leaves as values
 from ..ir.functions import PATH_KEY
 from ..ir.graph import erase
 from ..ir.ops import TO_DENSE, other_kind
@@ -28,14 +28,14 @@ from ..spec.addresses import select
 from ..torch_internals.tensors import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from . import edges as model_edge
 from . import self_check
-from .edges import RegionEdges, block_calls, exclusive_trace
-from .fake_tensors import NeedsValues, Results, Tries, lacks_values, no_collection, put_fake_weights, quiet
+from .edges import RegionEdges, block_calls, hold_trace_lock
+from .fake_tensors import NeedsValues, Results, RetryState, is_missing_values, pause_gc, put_fake_weights, silence_torch
 from .graph_builder import Recording
-from .isolation import Recorded, assemble, in_mode, refuse_python_random, restore_after
-from .modes import Derived, drop, find_derived, patched
+from .isolation import RecordedRun, assemble, refuse_python_random, restore_after, switch_mode
+from .modes import Derived, drop, find_derived, patch_torch
 from .module_state import MISSING, Journal, State, StatePlace
-from .recorder import NeedsAutograd, call_patches
-from .user_code import is_user_code, source_line
+from .recorder import NeedsAutograd, list_patches
+from .user_code import find_source_line, is_user_code
 
 UNWRITABLE = {'"', "\\", "@", "."}  # FX writes names between quotes, and "@" stands before the number of a call
 
@@ -90,9 +90,9 @@ def trace(
     _check_names(model)
     _check_offloaded(model)
     patterns = [leaf] if isinstance(leaf, str) else list(leaf)
-    call: Any = call_of(args, kwargs)
+    call: Any = make_call(args, kwargs)
     options: dict[str, Any] = {"leaf": patterns, "real": real, "keep": False}
-    with exclusive_trace(model):
+    with hold_trace_lock(model):
         derived = find_derived(model)
         gm = _checked_trace(model, patterns, real, check, call, False, derived)
         if derived and not _self_check_passes(model, gm, call, check):  # it is more than what was made of the weights
@@ -123,13 +123,13 @@ def retrace(model: nn.Module, call: Any, open_numbers: bool, leaf: list[str], re
 
     With `open_numbers` the numbers in the call are inputs of the graph; with `keep` it has what modules hold otherwise.
     """
-    with exclusive_trace(model):
+    with hold_trace_lock(model):
         return _checked_trace(model, leaf, real, True, call, open_numbers, [] if keep else find_derived(model))
 
 
 def _self_check_passes(model: nn.Module, gm: TracedModule, call: Any, check: bool) -> bool:
     """Whether a graph that was made without what the model keeps gives what the model gives with it."""
-    if not self_check.has_values([tensor for _, tensor in named_tensors(model)], call):
+    if not self_check.has_values([tensor for _, tensor in list_tensors(model)], call):
         return True
     if not check:
         return False
@@ -147,11 +147,11 @@ def _checked_trace(
         if derived:
             stack.enter_context(restore_after(State(model)))
             drop(derived)
-        stack.enter_context(quantised.unpacked(model))  # before the state is noted that each run begins with
-        job = _Job(model, list(named_tensors(model)), call, _leaf_paths(model, patterns), real, check, open_numbers)
+        stack.enter_context(quantised.keep_unpacked(model))  # before the state is noted that each run begins with
+        job = _Job(model, list(list_tensors(model)), call, _leaf_paths(model, patterns), real, check, open_numbers)
         _refuse_kinds(job)
         quantised.check_ready(model, job.leaves)
-        stack.enter_context(no_collection())
+        stack.enter_context(pause_gc())
         try:
             gm = _trace(job)
         except RecursionError as error:
@@ -163,11 +163,11 @@ def _checked_trace(
         except FxplugError:
             raise
         except Exception as error:  # torch's, or the model's own
-            if self_check.one_call(model, call, State(model)).error:
+            if self_check.call_once(model, call, State(model)).error:
                 raise
-            text = f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 300)}"
+            text = f"{type(error).__name__}: {shorten(' '.join(str(error).split()), 300)}"
             raise TraceError(
-                f"{type(model).__name__} ({': '.join(source_line(error))}) fails while it is traced, and runs otherwise: "
+                f"{type(model).__name__} ({': '.join(find_source_line(error))}) fails while it is traced, and runs otherwise: "
                 f"{text}; keep the module that fails whole: leaf: [its path]{', or remove real=False' * (real is False)}"
             ) from error
     if job.checkpointed:
@@ -221,7 +221,7 @@ def _trace(job: _Job) -> TracedModule:
     model, call = job.model, job.call
     job.has_values = self_check.has_values([t for _, t in job.tensors], call)
     checked = job.check and job.has_values
-    job.one_or_two = checked and self_check.depends_on_input_aliasing(model, call, job.state)
+    job.one_or_two = checked and self_check.is_aliasing_dependent(model, call, job.state)
     # a graph holds one mode: those of parts are put together from both when it is called
     mixed = any(module.training != model.training for module in model.modules())
     first = _run_until_guards_agree(job, model.training if mixed else None)
@@ -255,7 +255,7 @@ def _trace(job: _Job) -> TracedModule:
     if twin_error is None and (first.leaves_read_training or first.reads_training):
         journal = Journal()
         try:
-            with block_calls(), restore_after(job.state), in_mode(not model.training, gm):
+            with block_calls(), restore_after(job.state), switch_mode(not model.training, gm):
                 with journal:  # layers that merge an update into their weight write it here
                     model.train(not model.training)
                 state, second = State(model), graphs.get(model.training, first)
@@ -285,7 +285,7 @@ def _modes_given_by_train(job: _Job) -> dict[str, list[str]]:
     return {name: paths for name, paths in found.items() if paths}
 
 
-def _run_until_guards_agree(job: _Job, training: bool | None) -> Recorded:
+def _run_until_guards_agree(job: _Job, training: bool | None) -> RecordedRun:
     """A recording; one that asks for gradients, as to checkpoint, and is the same without them holds for both."""
     first = _record(job, training)
     checks = first.asks_for_gradients()
@@ -308,7 +308,7 @@ def _leaf_paths(model: nn.Module, patterns: list[str]) -> set[str]:
     return found
 
 
-def _record(job: _Job, training: bool | None) -> Recorded:
+def _record(job: _Job, training: bool | None) -> RecordedRun:
     inputs = [t for t in values(job.call) if isinstance(t, torch.Tensor)]
     on_meta = any(t.is_meta for t in [*(t for _, t in job.tensors), *inputs])
     if job.real:
@@ -322,7 +322,7 @@ def _record(job: _Job, training: bool | None) -> Recorded:
     except Exception as error:  # the model's or torch's
         only_fake = job.real is False or on_meta
         # or the model fails in this call without being traced, too
-        if not lacks_values(error) and (only_fake or self_check.one_call(job.model, job.call, job.state).error):
+        if not is_missing_values(error) and (only_fake or self_check.call_once(job.model, job.call, job.state).error):
             raise  # else torch has no such function on fake tensors, or another one
         if only_fake:
             if not isinstance(error, NeedsValues):
@@ -341,9 +341,9 @@ def _record(job: _Job, training: bool | None) -> Recorded:
     return recorded
 
 
-def _run(job: _Job, on_fakes: bool, training: bool | None) -> Recorded:
+def _run(job: _Job, on_fakes: bool, training: bool | None) -> RecordedRun:
     """Record one call, again with what a try has found that a run needs."""
-    tries = Tries(job.open_numbers, job.one_or_two)
+    tries = RetryState(job.open_numbers, job.one_or_two)
     while True:
         try:
             return _try(job, on_fakes, training, tries)
@@ -356,7 +356,7 @@ def _run(job: _Job, on_fakes: bool, training: bool | None) -> Recorded:
                 raise
 
 
-def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Recorded:
+def _try(job: _Job, on_fakes: bool, training: bool | None, tries: RetryState) -> RecordedRun:
     model, tensors, call, leaves, state = job.model, job.tensors, job.call, job.leaves, job.state
     mode = FakeTensorMode(allow_non_fake_inputs=True) if on_fakes else None
     inputs = [x for x in values(call) if isinstance(x, torch.Tensor)]
@@ -376,7 +376,7 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
         if mode is not None:
             put_fake_weights(state, mode, device, recording.parameters, tries.autograd)
             stack.callback(recording.overwritten.put_back)
-            stack.enter_context(quiet())
+            stack.enter_context(silence_torch())
             stack.enter_context(mode)
         else:
             for name, tensor in tensors:
@@ -387,7 +387,7 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
         recording.buffers = _tensors_in_table(state, "_buffers")
         for name, _, parameter in _tensors_in_table(state, "_parameters"):
             recording.holds(parameter, name)
-        stack.enter_context(patched(recording, training, call_patches(recording)))
+        stack.enter_context(patch_torch(recording, training, list_patches(recording)))
         stack.callback(recording.stop)
         stack.enter_context(torch.set_grad_enabled(grad))  # the model is asked in the mode that its caller has
         try:
@@ -410,7 +410,7 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
             stand_in = functools.partial(put_fake_weights, state, mode, device, {}, False)
             self_check.check_kept(model, call, state, written, recording, regions.called, stand_in)
     recording.finish()
-    return Recorded(
+    return RecordedRun(
         recording.graph, recording.constants, regions.called, recording.reads_training, results.reads_training, written,
         recording.modes_read, recording.checkpointed,
     )
@@ -434,7 +434,7 @@ def _retry_with_unsupported_ops(
         made = place.now()
         if not kind or (made is None and place.before is MISSING) or any(f"{path}.".startswith(f"{leaf}.") for leaf in whole):
             continue
-        if kind == "module" and not (isinstance(made, nn.Module) and any(True for _ in named_tensors(made))):
+        if kind == "module" and not (isinstance(made, nn.Module) and any(True for _ in list_tensors(made))):
             continue  # it holds nothing that a graph could be without
         if kind == "buffer" and (place.before is not MISSING or place.key in unsaved):
             continue  # assigned anew, which is recorded; or a constant

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..errors import shortened
-from ..reading import syntax_tree
+from ..errors import shorten
+from ..reading import parse_python
 from ..torch_internals import ATTRIBUTES, BACKWARD_HOOKS, CHECKS, TYPED_STORAGE
 
 CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
@@ -93,7 +93,7 @@ def is_user_code(frame: FrameType) -> bool:
     return not file.startswith(OWN) and (not file.startswith(STDLIB) or "-packages" in file)
 
 
-def calling_user_frame(frame: FrameType | None) -> FrameType | None:
+def find_calling_frame(frame: FrameType | None) -> FrameType | None:
     """Return the frame of the model's own code that asks, starting from `frame`; None if torch, a library, a log or an error
     asks.
 
@@ -163,7 +163,7 @@ def is_irrelevant_branch(frame: FrameType) -> bool:
     return False
 
 
-def inside_try_block(frame: FrameType | None, error: str = "") -> bool:
+def is_inside_try(frame: FrameType | None, error: str = "") -> bool:
     """Return whether a frame is in a `try` whose handlers let the code go on; with `error`, in one with a handler of that
     name."""
     if frame is None or not _lines_in_try(frame.f_code.co_filename):
@@ -178,10 +178,10 @@ def _lines_in_try(file: str) -> list[Any]:
     Also those in each `with` whose manager may swallow an error, as `suppress` does: all that are not known to pass errors
     on.
     """
-    tries = [n for n in ast.walk(tree_of(file)) if isinstance(n, ast.Try)]
+    tries = [n for n in ast.walk(parse_source(file)) if isinstance(n, ast.Try)]
     passing = [n for n in tries if not all(isinstance(handler.body[-1], ast.Raise) for handler in n.handlers)]
     kinds = [[n.id for h in t.handlers if h.type for n in ast.walk(h.type) if isinstance(n, ast.Name)] for t in passing]
-    withs = [w for w in ast.walk(tree_of(file)) if isinstance(w, (ast.With, ast.AsyncWith))]
+    withs = [w for w in ast.walk(parse_source(file)) if isinstance(w, (ast.With, ast.AsyncWith))]
     swallowing = [w for w in withs if not all(_called(item.context_expr) in PASSING for item in w.items)]
     places = [_place(part, (None, names)) for n, names in zip(passing, kinds, strict=True) for part in n.body]
     return places + [_place(part, (w.items, _names(w.items))) for w in swallowing for part in w.body]
@@ -213,14 +213,14 @@ def _swallows(frame: FrameType, items: list[ast.withitem] | None) -> bool:
 
 
 @cache
-def gives_types(file: str) -> bool:
+def has_builtin_dtypes(file: str) -> bool:
     """Return whether a source file passes `int` or `float` as a dtype, for which torch accepts no other class, in any
     thread."""
     return bool(re.search(r"(dtype\s*=|\.(to|type)\()\s*(int|float)\b", _text(file)))
 
 
 @cache
-def says(file: str, names: frozenset[str]) -> frozenset[str]:
+def find_names(file: str, names: frozenset[str]) -> frozenset[str]:
     """Return which of some Python names occur in a source file; all of them if that is unknown."""
     words = set(re.findall(r"\w+", _text(file)))
     return names if not words or words & {"exec", "eval", "compile"} else names & words
@@ -233,7 +233,7 @@ def _text(file: str) -> str:
         return ""
 
 
-def tells_apart(frame: FrameType | None) -> bool:
+def is_comparing_identity(frame: FrameType | None) -> bool:
     """Return whether a frame is in a function that compares two values by identity."""
     return frame is not None and bool(_identities(frame.f_code.co_filename)) and any(_around(frame, _identities))
 
@@ -241,7 +241,7 @@ def tells_apart(frame: FrameType | None) -> bool:
 @lru_cache(maxsize=64)
 def _identities(file: str) -> list[Any]:
     """Return the functions with an `a is b` in which neither is a constant."""
-    functions = [n for n in ast.walk(tree_of(file)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
+    functions = [n for n in ast.walk(parse_source(file)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
     return [_place(f, True) for f in functions if any(map(_asks_identity, ast.walk(f)))]
 
 
@@ -251,7 +251,7 @@ def _asks_identity(node: ast.AST) -> bool:
     return not any(isinstance(side, ast.Constant) or _called(side) == "type" for side in (node.left, *node.comparators))
 
 
-def position(frame: FrameType) -> tuple[int, int, int, int] | None:
+def find_position(frame: FrameType) -> tuple[int, int, int, int] | None:
     """Return the position of the expression that a frame is at: line, column, last line, last column; columns in bytes, as in
     Python."""
     first, last, start, end = _positions(frame.f_code)[frame.f_lasti // 2]
@@ -263,21 +263,22 @@ def _positions(code: CodeType) -> list[tuple[int | None, int | None, int | None,
     return list(code.co_positions())
 
 
-def counts_distinct(frame: FrameType) -> bool:
+def is_counting_distinct(frame: FrameType) -> bool:
     """Return whether a frame is at the inner call of `len(set(...))`."""
-    at = position(frame)
+    at = find_position(frame)
     return at is not None and at in _counted_sets(frame.f_code.co_filename)
 
 
 @lru_cache(maxsize=64)
 def _counted_sets(file: str) -> set[tuple[int, int, int, int]]:
     """Return the positions of the calls of `set` of which only the length is used."""
-    counts = [n for n in ast.walk(tree_of(file)) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "len" and n.args]
+    calls = [n for n in ast.walk(parse_source(file)) if isinstance(n, ast.Call) and n.args]
+    counts = [n for n in calls if getattr(n.func, "id", "") == "len"]
     sets: list[Any] = [n.args[0] for n in counts if isinstance(n.args[0], ast.Call) and _called(n.args[0]) == "set"]
     return {(n.lineno, n.col_offset, n.end_lineno, n.end_col_offset) for n in sets}
 
 
-def unpacked(frame: FrameType) -> int | None:
+def count_unpacked(frame: FrameType) -> int | None:
     """Return the number of names that a frame unpacks the result of its present call into, `a, b = x.chunk(2)`; otherwise
     None."""
     return _unpacking(frame.f_code).get(frame.f_lasti)
@@ -291,7 +292,7 @@ def _unpacking(code: CodeType) -> dict[int, int]:
 
 def _around(frame: FrameType, find: Any) -> list[Any]:
     """Return the notes of `find` on the places in a source file around the expression that a frame is at."""
-    at = position(frame)
+    at = find_position(frame)
     if at is None:
         return []
     first, start, last, end = at
@@ -305,10 +306,10 @@ def _place(part: Any, note: Any) -> tuple[Any, Any, Any]:
 
 
 @lru_cache(maxsize=64)
-def tree_of(file: str) -> Any:
+def parse_source(file: str) -> Any:
     """Return the syntax tree of a source file; an empty one if there is no source."""
     try:
-        return syntax_tree("".join(linecache.getlines(file)))
+        return parse_python("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return ast.Module([], [])
 
@@ -316,8 +317,8 @@ def tree_of(file: str) -> Any:
 @lru_cache(maxsize=64)
 def _layout_tests(file: str) -> list[Any]:
     """Return the tests of each `if` that makes tensors contiguous."""
-    ifs = [n for n in ast.walk(tree_of(file)) if isinstance(n, ast.If) and not n.orelse and all(map(_makes_contiguous, n.body))]
-    return [_place(n.test, True) for n in ifs if _is_plain(n.test)]
+    ifs = [n for n in ast.walk(parse_source(file)) if isinstance(n, ast.If) and not n.orelse and _is_plain(n.test)]
+    return [_place(n.test, True) for n in ifs if all(map(_makes_contiguous, n.body))]
 
 
 PLAIN = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Attribute, ast.Name, ast.Constant, ast.Subscript, ast.Tuple)
@@ -349,7 +350,7 @@ def _operands(file: str) -> list[Any]:
 
     Elsewhere such an expression returns one of its parts, so that only parts which are true or false may be left out.
     """
-    tree = tree_of(file)
+    tree = parse_source(file)
     tests = {
         id(part)
         for n in ast.walk(tree)
@@ -387,12 +388,12 @@ def _is_truth(part: ast.expr) -> bool:
 def _texts(file: str) -> list[Any]:
     """Return texts made for `raise`, and texts in calls that are statements, with the called function."""
     found = []
-    tries = [t for t in ast.walk(tree_of(file)) if isinstance(t, ast.Try) and t.handlers]
+    tries = [t for t in ast.walk(parse_source(file)) if isinstance(t, ast.Try) and t.handlers]
     caught = {id(n) for t in tries for part in t.body for n in ast.walk(part)}  # a text that may be read again
-    withs = [w for w in ast.walk(tree_of(file)) if isinstance(w, ast.With)]
+    withs = [w for w in ast.walk(parse_source(file)) if isinstance(w, ast.With)]
     kept = [w for w in withs if any(_called(item.context_expr) in KEEPING for item in w.items)]
     caught |= {id(n) for w in kept for part in w.body for n in ast.walk(part)}
-    for node in ast.walk(tree_of(file)):
+    for node in ast.walk(parse_source(file)):
         call = node.exc if isinstance(node, ast.Raise) else node.value if isinstance(node, ast.Expr) else None
         if isinstance(call, ast.Call) and id(node) not in caught and not any(map(_is_stream, call.keywords)):
             function = None if isinstance(node, ast.Raise) else call.func
@@ -450,23 +451,23 @@ def _called(node: ast.AST) -> str:
     return str(getattr(function, "attr", getattr(function, "id", "")))
 
 
-def source_line(error: BaseException | None = None) -> tuple[str, str]:
+def find_source_line(error: BaseException | None = None) -> tuple[str, str]:
     """Return file:line and text of the innermost line of the user's code that is running, or that raised an error."""
     if error is not None:
         ran = [(frame, line) for frame, line in walk_tb(error.__traceback__) if is_user_code(frame)]
         return line_of(*ran[-1]) if ran else ("?", "?")
-    frame = user_frame()
+    frame = find_user_frame()
     return ("?", "?") if frame is None else line_of(frame, frame.f_lineno)
 
 
-def decision_at(node: Any) -> tuple[str, str, str]:
+def describe_decision(node: Any) -> tuple[str, str, str]:
     """Return file:line and text of the running line of the user's code, and a description of a node's number, for a guard."""
     from .descriptions import describe  # for few models
 
-    return (*source_line(), describe(node))
+    return (*find_source_line(), describe(node))
 
 
-def user_frame() -> FrameType | None:
+def find_user_frame() -> FrameType | None:
     """Return the innermost frame of the user's code that is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != CALLER:
@@ -479,10 +480,10 @@ def user_frame() -> FrameType | None:
 def line_of(frame: FrameType, number: int) -> tuple[str, str]:
     """Return file:line of a frame, and the text of the line."""
     file = frame.f_code.co_filename
-    return f"{short_path(file)}:{number}", shortened(linecache.getline(file, number).strip(), 70)
+    return f"{shorten_path(file)}:{number}", shorten(linecache.getline(file, number).strip(), 70)
 
 
-def short_path(file: str) -> str:
+def shorten_path(file: str) -> str:
     """Return a source path without the part that differs between machines."""
     file = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
     return re.sub(r"^.*(?:site-packages|dist-packages)/", "", file)

@@ -14,7 +14,7 @@ import warnings
 import typer
 
 from ... import __version__
-from .. import LIBRARIES, installed, is_tested
+from .. import LIBRARIES, find_version, is_tested
 from .verbs import Debug
 
 COMPILERS = {"c++": "torch.compile on a CPU, packages compiled ahead", "nvcc": "packages for CUDA"}
@@ -38,7 +38,7 @@ def doctor(debug: Debug = False) -> None:
 
 
 def _library_row(name: str) -> tuple[str, str, str, str]:
-    library, found = LIBRARIES[name], installed(name)
+    library, found = LIBRARIES[name], find_version(name)
     tested = f"{library.oldest} to {library.newest}" if library.oldest else ""
     if found is None:
         command = f" (pip install fxplug[{library.extra}])" if library.extra else ""

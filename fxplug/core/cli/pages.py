@@ -11,18 +11,18 @@ import yaml
 
 from ..errors import SpecError
 from ..flow import Result, rewrite
-from ..ir.containers import parameters as counted
+from ..ir.containers import count_pass_parameters as counted
 from ..ir.text import diff
-from ..reading import about, reported
-from ..spec.pass_file import REQUIRED, Draft, open_pass, shipped
+from ..reading import make_reporter, report_errors
+from ..spec.pass_file import REQUIRED, Draft, list_shipped, open_pass
 from ..spec.rules import NUMERICS
-from ..spec.schema import parameters
+from ..spec.schema import list_parameters
 
 LINES = 24  # so much of the diff is shown
 SMALL: dict[str, Any] = {"timm": "vit_tiny_patch16_224", "options": {"img_size": 32, "depth": 2, "num_classes": 10}}
 
 
-def page(name: str | Path) -> str:
+def make_page(name: str | Path) -> str:
     """Return the page of one pass as Markdown; its example is under `example` in the pass file.
 
     Raises SpecError for a pass that does not exist, or whose example does not work.
@@ -48,9 +48,9 @@ def page(name: str | Path) -> str:
 def write(folder: str | Path) -> list[Path]:
     """Write the pages of all shipped passes into a folder, one file each."""
     files = []
-    for name in shipped("passes"):
-        file, text = Path(folder) / f"{name}.md", page(name)
-        with reported(about(file, SpecError), "cannot be written"):
+    for name in list_shipped("passes"):
+        file, text = Path(folder) / f"{name}.md", make_page(name)
+        with report_errors(make_reporter(file, SpecError), "cannot be written"):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, "utf-8")
         files.append(file)
@@ -69,7 +69,7 @@ def _papers(data: dict[str, Any]) -> list[str]:
 def _parameters(draft: Draft) -> list[str]:
     rows = [
         f"| `{key}` | {'required' if default == REQUIRED else f'`{json.dumps(default)}`'} | {text} |"
-        for key, default, text, _ in parameters(draft)
+        for key, default, text, _ in list_parameters(draft)
         if key in draft.params
     ]
     return ["\n".join(["| parameter | default | |", "|---|---|---|", *rows])] if rows else []

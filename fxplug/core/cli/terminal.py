@@ -28,22 +28,23 @@ def print_rows(listing: str) -> None:
         print(line)
 
 
-def diff_texts(diff: str, module: TracedModule, whole: bool) -> list[str]:
+def make_diff(diff: str, module: TracedModule, whole: bool) -> list[str]:
     """Return a diff, with repeated parts once unless `whole`, and a one-line summary."""
-    from ..ir.text import counted, folded
+    from ..ir.text import fold_diff, summarize_diff
 
-    return [diff if whole else folded(diff), counted(diff, [entry["name"] for entry in module.meta.get("passes", [])])]
+    passes = [entry["name"] for entry in module.meta.get("passes", [])]
+    return [diff if whole else fold_diff(diff), summarize_diff(diff, passes)]
 
 
-def modules_text(module: TracedModule) -> str:
+def format_modules(module: TracedModule) -> str:
     """Return the tree of a module's modules."""
-    from ..ir.text import modules
+    from ..ir.text import show_modules
 
-    return modules(module)
+    return show_modules(module)
 
 
 def print_diff(texts: list[str], whole: bool) -> None:
-    """Print what `diff_texts` gives."""
+    """Print what `make_diff` gives."""
     text, total = texts
     if not sys.stdout.isatty():
         print(text, end="")

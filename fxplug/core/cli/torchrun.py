@@ -34,7 +34,7 @@ def run_on_all_ranks(call: Callable[[], None], everywhere: bool) -> None:
     _end(code)
 
 
-def started() -> bool:
+def is_launched() -> bool:
     """Return whether torchrun started this process, and others."""
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 

@@ -24,9 +24,9 @@ from typer.core import TyperGroup
 
 import fxplug
 
-from .. import extensions, extra_with
-from ..errors import FxplugError, SpecError, printable
-from ..spec.pass_file import recipes, shipped
+from .. import extensions, find_extra
+from ..errors import FxplugError, SpecError, make_printable
+from ..spec.pass_file import list_shipped, recipes
 from ..spec.run_config import Config, load_config
 from ..torch_internals import FAKE_TENSOR_LOG
 
@@ -67,7 +67,7 @@ class RootVerbs(Verbs):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all verbs. Raises ClashError if two extensions define the same name."""
-        return [*super().list_commands(ctx), *sorted(extensions.parts("verbs"))]
+        return [*super().list_commands(ctx), *sorted(extensions.list_parts("verbs"))]
 
     def get_command(self, ctx: Any, name: str) -> Any:
         """Return the verb of that name. Raises SpecError for an unknown one if an extension cannot be used."""
@@ -79,7 +79,7 @@ class RootVerbs(Verbs):
                 verb = app
             command = self.commands[name] = typer.main.get_command(verb)
             command.name = name
-        if command is None and (note := extensions.unusable_note()):
+        if command is None and (note := extensions.describe_unusable()):
             raise SpecError(f"there is no verb '{name}'{note}")
         return command
 
@@ -88,12 +88,12 @@ def message(error: BaseException) -> str:
     """Return the text for stderr about an error: its message and notes; with the class if the error is not ours."""
     notes = "".join(f"  {note}\n" for note in getattr(error, "__notes__", []))
     if isinstance(error, FxplugError):
-        return f"{error}\n{printable(notes)}"
+        return f"{error}\n{make_printable(notes)}"
     if isinstance(error, OSError) and error.strerror:
-        return printable(f"{error.filename}: {error.strerror}\n" if error.filename else f"{error.strerror}\n")
-    if isinstance(error, ModuleNotFoundError) and (extra := extra_with(error.name or "")):
+        return make_printable(f"{error.filename}: {error.strerror}\n" if error.filename else f"{error.strerror}\n")
+    if isinstance(error, ModuleNotFoundError) and (extra := find_extra(error.name or "")):
         return f"this needs {error.name}, which is not installed: pip install 'fxplug[{extra}]'\n"
-    return printable(f"{type(error).__name__}: {error}\n{notes}  (--debug shows where)\n")
+    return make_printable(f"{type(error).__name__}: {error}\n{notes}  (--debug shows where)\n")
 
 
 LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[2]))
@@ -105,7 +105,7 @@ def _is_users(file: str) -> bool:
 
 
 @contextmanager
-def users_logs() -> Iterator[None]:
+def show_user_logs() -> Iterator[None]:
     """Show log records of the user's own files from INFO on, and warnings of all others."""
     handler, root = logging.StreamHandler(), logging.getLogger()
     handler.addFilter(lambda record: record.levelno >= logging.WARNING or _is_users(record.pathname))
@@ -144,7 +144,7 @@ Allow = Annotated[
 
 
 def _shipped(kind: str) -> list[str]:
-    return list(shipped(kind) if kind == "passes" else {**recipes(), **shipped(kind)})
+    return list(list_shipped(kind) if kind == "passes" else {**recipes(), **list_shipped(kind)})
 
 
 def complete_config(incomplete: str) -> list[str]:
@@ -179,12 +179,12 @@ def read_config(config: str, set: list[str] | None) -> Config:
     return found
 
 
-def rewritten(config: Config, **how: Any) -> Result:
+def run_rewrite(config: Config, **how: Any) -> Result:
     """Run a configuration's rewrite with progress shown, and return the result."""
     with uncollected():
         rewrite = fxplug.rewrite  # which imports torch
     with uncollected() if how.get("dry_run") else nullcontext():
-        return rewrite(config, progress=progress, **how)
+        return rewrite(config, progress=show_progress, **how)
 
 
 @contextmanager
@@ -206,22 +206,22 @@ def load_saved(folder: str, set: list[str] | None, allow: list[str] | None, devi
     return fxplug.load(folder, allow=allow or (), device=device)
 
 
-def saved_call(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def make_saved_call(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make example inputs for a saved rewrite, as the configuration in its folder has them."""
     from ..flow import saved_inputs
 
     return saved_inputs(folder, module)
 
 
-def parameters(result: Result) -> str:
+def format_parameters(result: Result) -> str:
     """Return the number of parameters of a result's module, and how many each pass added, as text."""
-    from ..ir.containers import parameters as counted
+    from ..ir.containers import count_pass_parameters as counted
 
     return counted(result.module)
 
 
 @contextmanager
-def progress(text: str) -> Iterator[None]:
+def show_progress(text: str) -> Iterator[None]:
     """Show on stderr what is going on once it takes longer than a second, and in the end how long it took."""
     shown = threading.Event()
     terminal = sys.stderr.isatty()

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ..errors import SpecError, did_you_mean, shown
+from ..errors import SpecError, did_you_mean, quote
 from ..extensions import note_unrepeatable
-from ..locks import locks_of, write_lock
+from ..locks import get_locks, write_lock
 from . import ops
 from .containers import Container
 from .graph import change, insert, redirect
@@ -34,7 +34,7 @@ def bind(module: TracedModule, inputs: Mapping[str, Any]) -> TracedModule:
     new = {name: value for name, value in values.items() if name not in held}
     made = _with(module, new) if new else module
     owner = made.get_submodule(HOME) if values else None
-    with write_lock(locks_of(module)):
+    with write_lock(get_locks(module)):
         for name, value in values.items():
             if owner is not None and name not in new:
                 _set(owner._buffers, name, value)
@@ -69,7 +69,7 @@ def _value(
         return torch.full((), value, dtype=checks[0].args[5], device=None if like is None else like.device)
     if not isinstance(value, torch.Tensor):
         raise SpecError(
-            f"bind: '{name}' is {shown(value)}, a {type(value).__name__}: only tensors can be bound, and numbers for inputs "
+            f"bind: '{name}' is {quote(value)}, a {type(value).__name__}: only tensors can be bound, and numbers for inputs "
             "that a pass has added; for another value of any other input trace again"
         )
     return value.detach().clone()

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from .. import locks
 from ..errors import GuardError
-from ..locks import call_with_read_lock, locks_of
+from ..locks import call_with_read_lock, get_locks
 from ..torch_internals.modules import (
     CONTEXT_VARIABLES,
     break_graph,
@@ -23,7 +23,7 @@ from ..torch_internals.modules import (
     without_compiler,
 )
 from .containers import HOOKED, WATCHED
-from .graph import check_tied, find_samples, find_tables, graph_of, targets
+from .graph import check_tied, find_samples, find_tables, get_graph, list_targets
 
 Code = Callable[..., Any]  # of a graph: takes the module, and what the module takes
 CHECKPOINTING = "checkpointing"  # where a module has the view of it whose regions are computed again in the backward pass
@@ -100,7 +100,7 @@ def _compare_call(comparer: Any, module: fx.GraphModule, args: tuple[Any, ...], 
 def _note_steps(module: fx.GraphModule) -> None:
     """Note what the steps of a module's calls need: its locks, and the first block that does something before a call."""
     vars(module)["_block"] = next((m for m in module.modules() if hasattr(type(m), "before_call")), None)
-    vars(module)["_locks"] = locks_of(module)
+    vars(module)["_locks"] = get_locks(module)
 
 
 # --- accelerate's hooks
@@ -118,7 +118,7 @@ def _has_hooks(root: nn.Module) -> bool:
 def _watch(root: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """Note these, and in whose `_modules` they are: a layer may be replaced."""
     graphs = list(getattr(root, "graphs", {}).values())
-    called, read = targets(graphs, "call_module"), {name.rpartition(".")[0] for name in targets(graphs, "get_attr")}
+    called, read = list_targets(graphs, "call_module"), {name.rpartition(".")[0] for name in list_targets(graphs, "get_attr")}
     vars(root)[WATCHED] = found = [
         (module._modules, name)
         for path, module in root.named_modules()
@@ -142,7 +142,7 @@ def _find_slots(module: fx.GraphModule) -> tuple[fx.Graph, list[Any], list[Any]]
 @without_compiler
 def check_samples(module: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises SpecError where blocks have an entry for each sample, and a call has another number of samples."""
-    graph = graph_of(module)
+    graph = get_graph(module)
     known: Any = vars(module).get("_samples")
     if known is None or known[0] is not graph:
         known = vars(module)["_samples"] = graph, *find_samples(graph, module)

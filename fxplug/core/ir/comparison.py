@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..torch_internals.tensors import FakeTensor, memory_id
-from .containers import children, leaves, map_leaves
+from .containers import list_leaves, list_members, map_leaves
 from .ops import other_kind
 
 KIND = ("shape", "dtype", "device", "layout")  # of a tensor, beside its values
@@ -31,7 +31,7 @@ def pair_leaves(a: Any, b: Any, place: str = "") -> Iterator[tuple[str, Any, Any
     if a is b:
         return
     a, b = (x.item() if isinstance(x, np.generic) else x for x in (a, b))  # a graph gives Python's own numbers
-    inner, other = (None if isinstance(x, Tensor) else children(x) for x in (a, b))
+    inner, other = (None if isinstance(x, Tensor) else list_members(x) for x in (a, b))
     if type(a) is type(b) and inner is not None and other is not None:
         ours, theirs = dict(inner), dict(other)
         if list(ours) == list(theirs):
@@ -41,7 +41,7 @@ def pair_leaves(a: Any, b: Any, place: str = "") -> Iterator[tuple[str, Any, Any
     yield place, a, b
 
 
-def equal(a: Any, b: Any, same: Same = _is_equal) -> bool:
+def is_equal(a: Any, b: Any, same: Same = _is_equal) -> bool:
     """Tell whether two values, tensors or nested containers, are the same in kind, structure and every value.
 
     NaN is like NaN, infinities only like themselves. Of fake and meta tensors nothing but the kind is known.
@@ -52,7 +52,7 @@ def equal(a: Any, b: Any, same: Same = _is_equal) -> bool:
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             if not _equal_tensors(x, y):
                 return False
-        elif type(x) is not type(y) or children(x) is not None or not same(x, y):
+        elif type(x) is not type(y) or list_members(x) is not None or not same(x, y):
             return False
     return True
 
@@ -80,7 +80,7 @@ def describe_difference(a: Any, b: Any, same: Same = _is_equal) -> str | None:
             text = _describe_tensors(x, y, at)
         elif type(x) is not type(y):
             text = f"in type{at}: a {type(y).__name__} instead of a {type(x).__name__}"
-        elif (ours := children(x)) is not None and (theirs := children(y)) is not None:
+        elif (ours := list_members(x)) is not None and (theirs := list_members(y)) is not None:
             text = f"in structure{at}: members {list(dict(theirs))} instead of {list(dict(ours))}"
         else:
             text = None if same(x, y) else f"in value{at}: {y!r} instead of {x!r}"
@@ -101,7 +101,7 @@ def _describe_tensors(a: Tensor, b: Tensor, at: str) -> str | None:
         return f"in value{at}"
     if not torch.equal(a.isnan(), b.isnan()):
         return f"in {int((a.isnan() != b.isnan()).sum())} places{at} that are NaN in one of them"
-    gaps = (numbers(a) - numbers(b)).abs()
+    gaps = (get_numbers(a) - get_numbers(b)).abs()
     return f"by {gaps[gaps.isfinite() | (gaps == torch.inf)].max().item():.1e}{at}"
 
 
@@ -148,7 +148,7 @@ class Difference(NamedTuple):
     distance: float = 0.0
 
 
-def difference(
+def measure_difference(
     wanted: Any, got: Any, tolerance: Tolerance = RESULT, dtypes: Iterable[torch.dtype] = ()
 ) -> Difference:
     """Measure how far two values are apart, tensors or nested containers of them.
@@ -156,11 +156,11 @@ def difference(
     `dtypes` are others that they were computed in, whose rounding they have. Infinitely, where they differ in number, shape,
     dtype or any value that is no floating-point number.
     """
-    wants, gots = leaves(wanted), leaves(got)
+    wants, gots = list_leaves(wanted), list_leaves(got)
     found = Difference() if len(wants) == len(gots) else Difference(math.inf, math.inf)
     dtypes = tuple(dtypes)
     for a, b in zip(wants, gots, strict=False):
-        off = distance(a, b, tolerance.zero_for_nan)
+        off = measure_distance(a, b, tolerance.zero_for_nan)
         if off:
             found = max(found, Difference(_times(a, b, off, *tolerance.shares(a, dtypes)), off))
     return found
@@ -168,20 +168,20 @@ def difference(
 
 def is_close(wanted: Any, got: Any, tolerance: Tolerance, dtypes: Iterable[torch.dtype] = ()) -> bool:
     """Tell whether two values differ by no more than a tolerance allows."""
-    return difference(wanted, got, tolerance, dtypes).times <= 1
+    return measure_difference(wanted, got, tolerance, dtypes).times <= 1
 
 
 def _times(wanted: Tensor, got: Tensor, off: float, of_largest: float, of_number: float) -> float:
     if not of_number or math.isinf(off):
         return off / of_largest
-    a, b = numbers(wanted), numbers(got)
+    a, b = get_numbers(wanted), get_numbers(got)
     finite = a.isfinite()
     a, b = a[finite], b[finite]
     allowed = of_number * a.abs() + of_largest * a.abs().max().clamp(min=TINY)
     return float(((a - b).abs() / allowed).max())
 
 
-def distance(wanted: Any, got: Any, zero_for_nan: bool = True) -> float:
+def measure_distance(wanted: Any, got: Any, zero_for_nan: bool = True) -> float:
     """Measure the largest difference of two values, over the largest finite number of the wanted one.
 
     Infinite values must be the same ones, and what is not wanted as NaN must not be NaN; where NaN is wanted, NaN is right, and
@@ -195,18 +195,18 @@ def distance(wanted: Any, got: Any, zero_for_nan: bool = True) -> float:
         return 0.0
     if not (wanted.is_floating_point() or wanted.is_complex()):
         return math.inf
-    a, b = (numbers(t) for t in (wanted, got))
+    a, b = (get_numbers(t) for t in (wanted, got))
     off, most = (max(-float(low), float(high)) for low, high in map(torch.aminmax, (a - b, a)))
     if not math.isfinite(off + most):
         finite, infinite, of_nan = a.isfinite(), a.isinf(), b[a.isnan()]
         right = of_nan.isnan() | (of_nan == 0) if zero_for_nan else of_nan.isnan()
         if not torch.equal(a[infinite], b[infinite]) or not b[finite].isfinite().all() or not right.all():
             return math.inf
-        return distance(a[finite], b[finite])
+        return measure_distance(a[finite], b[finite])
     return off / max(TINY, most)
 
 
-def numbers(value: Tensor) -> Tensor:
+def get_numbers(value: Tensor) -> Tensor:
     """Get all numbers of a tensor, real and imaginary parts apart, in float64."""
     value = value.detach()
     return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double().flatten()
@@ -245,12 +245,12 @@ class Outcome:
 
     def difference(self, other: Outcome, tolerance: Tolerance) -> Difference:
         """Measure how far the result of another call is from this one's."""
-        return difference(self.out, other.out, tolerance, self.dtypes)
+        return measure_difference(self.out, other.out, tolerance, self.dtypes)
 
     def keep(self) -> None:
         """Let all that it has be copies, which later calls do not reach."""
         with torch.no_grad():
-            self.out, self.inputs, self.state = (detached(value) for value in (self.out, self.inputs, self.state))
+            self.out, self.inputs, self.state = (detach(value) for value in (self.out, self.inputs, self.state))
 
 
 def run(function: Callable[..., Any], inputs: Call) -> Outcome:
@@ -261,18 +261,18 @@ def run(function: Callable[..., Any], inputs: Call) -> Outcome:
         return Outcome(None, inputs, error=error)
 
 
-def detached(value: Any) -> Any:
+def detach(value: Any) -> Any:
     """Copy the tensors of a nested value, without what they were computed from."""
     return map_leaves(value, lambda t, _: t.detach().clone())
 
 
-def copied(call: Any, other: str = "") -> Any:
+def copy_inputs(call: Any, other: str = "") -> Any:
     """Copy inputs: with memory of their own and the same strides, aliases of each other and gradients.
 
     With `other` "numbers" floating-point tensors have other values: half of them, and a quarter. With "all" integers have too:
     half of them, so that indices are indices still.
     """
-    tensors = {id(t): t for t in leaves(call) if isinstance(t, Tensor)}
+    tensors = {id(t): t for t in list_leaves(call) if isinstance(t, Tensor)}
     memory = {number: _memory(t) for number, t in tensors.items()}
     spans: dict[Any, tuple[int, int]] = {}
     for number, t in tensors.items():

@@ -17,7 +17,7 @@ from ..errors import DEFAULT, SpecError
 Keys = tuple[int | str, ...]
 
 
-def children(value: Any) -> Iterator[tuple[int | str, Any]] | None:
+def list_members(value: Any) -> Iterator[tuple[int | str, Any]] | None:
     """The members of a container with their keys, or None for anything else."""
     if isinstance(value, torch.Size):
         return None
@@ -30,7 +30,7 @@ def children(value: Any) -> Iterator[tuple[int | str, Any]] | None:
     return None
 
 
-def rebuilt(value: Any, members: dict[int | str, Any]) -> Any:
+def rebuild(value: Any, members: dict[int | str, Any]) -> Any:
     """A container like `value` with other members."""
     if isinstance(value, tuple):
         return type(value)(*members.values()) if hasattr(value, "_fields") else type(value)(members.values())
@@ -62,7 +62,7 @@ def map_leaves(
     """
     if isinstance(value, kind):
         return function(value, keys)
-    found = children(value)
+    found = list_members(value)
     if found is None:
         return value
     old = dict(found)
@@ -71,30 +71,30 @@ def map_leaves(
     if not changed:
         return value
     if not in_place or isinstance(value, tuple):
-        return rebuilt(value, new)
+        return rebuild(value, new)
     for key in changed:
         set_member(value, key, new[key])
     return value
 
 
-def leaves(value: Any) -> list[Any]:
+def list_leaves(value: Any) -> list[Any]:
     """Every value in a nested one, containers opened."""
-    found = None if isinstance(value, torch.Tensor) else children(value)
-    return [value] if found is None else [x for _, member in found for x in leaves(member)]
+    found = None if isinstance(value, torch.Tensor) else list_members(value)
+    return [value] if found is None else [x for _, member in found for x in list_leaves(member)]
 
 
 def has_tensor(value: Any) -> bool:
     """Whether a tensor is anywhere in `value`."""
-    return any(isinstance(leaf, torch.Tensor) for leaf in leaves(value))
+    return any(isinstance(leaf, torch.Tensor) for leaf in list_leaves(value))
 
 
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def list_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers of a module under all of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def tensor_at(module: nn.Module, name: str) -> Tensor | None:
+def find_tensor(module: nn.Module, name: str) -> Tensor | None:
     """The parameter or buffer of this name; None where there is none."""
     path, _, key = name.rpartition(".")
     try:
@@ -105,7 +105,7 @@ def tensor_at(module: nn.Module, name: str) -> Tensor | None:
     return owner._buffers.get(key) if found is None else found
 
 
-def module_at(root: nn.Module, path: str) -> nn.Module | None:
+def find_module(root: nn.Module, path: str) -> nn.Module | None:
     """The module at a path; None where there is none."""
     try:
         return root.get_submodule(path)
@@ -113,7 +113,7 @@ def module_at(root: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def parameters(module: nn.Module) -> str:
+def count_pass_parameters(module: nn.Module) -> str:
     """How many numbers a module has, and how many each applied pass added."""
     seen: dict[int, int] = {id(p): p.numel() for p in module.parameters()}
     total = sum(seen.values())
@@ -130,7 +130,7 @@ RESERVED = {"meta", "shape_env", "attributes", "graphs", "graph", "code", "class
 PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype)
 
 
-def call_of(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def make_call(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """An example call: `args` is a tuple or list of the positional arguments, or a single one. Raises SpecError."""
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise SpecError(
@@ -247,7 +247,7 @@ class Container(TracedPart):
         self.__dict__.update(attributes or {})
 
     def __getitem__(self, key: int | str) -> Any:
-        return child_of(self, key)
+        return get_child(self, key)
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -356,7 +356,7 @@ def _named(name: str, kind: type[Container]) -> type[Container]:
     return type(name, (kind,), {"__module__": __name__})
 
 
-def child_of(module: nn.Module, key: int | str) -> Any:
+def get_child(module: nn.Module, key: int | str) -> Any:
     """A child, parameter or buffer by name; or a child by position, as in a ModuleList."""
     for table in (module._modules, module._parameters, module._buffers):
         if (found := table.get(str(key))) is not None:
@@ -366,7 +366,7 @@ def child_of(module: nn.Module, key: int | str) -> Any:
     raise KeyError(key)
 
 
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
+def get_plain_attributes(module: nn.Module) -> dict[str, Any]:
     """The public attributes of a module that are numbers, strings, None, dtypes, or tuples and lists of those."""
     return {k: v for k, v in vars(module).items() if is_plain_attribute(k, v)}
 

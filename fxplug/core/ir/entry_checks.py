@@ -13,7 +13,7 @@ from ..errors import GuardError
 from ..torch_internals.modules import NormBase, without_compiler
 from . import functions, ops
 from .containers import SharedCode
-from .graph import ENTRY, copy_nodes, graph_of, insert
+from .graph import ENTRY, copy_nodes, get_graph, insert
 
 if TYPE_CHECKING:
     from .traced_module import TracedModule
@@ -26,9 +26,9 @@ HARMLESS = (
 
 
 @without_compiler
-def refusal(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def find_refusal(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Return why a graph's first checks refuse a call; None if they do not, or if the signature does not fit."""
-    graph = graph_of(module)
+    graph = get_graph(module)
     known: Any = module.__dict__.get("_entry")
     if known is None or known[0] is not graph:
         known = module.__dict__["_entry"] = graph, _entry(graph, module)
@@ -57,14 +57,14 @@ def _entry(graph: fx.Graph, module: nn.Module) -> Callable[..., None]:
 
 
 @without_compiler
-def repeatable(module: TracedModule) -> bool:
+def is_repeatable(module: TracedModule) -> bool:
     """Return whether a call that a guard ended can be repeated in another way: nothing was written or drawn that stays."""
     if module.has_mixed_modes:
-        return all(computes_only(graph.nodes, module, mode) for mode in (False, True) for graph in module.graphs.values())
-    return computes_only(graph_of(module).nodes, module, module.training)
+        return all(is_pure(graph.nodes, module, mode) for mode in (False, True) for graph in module.graphs.values())
+    return is_pure(get_graph(module).nodes, module, module.training)
 
 
-def computes_only(nodes: Iterable[fx.Node], module: nn.Module, training: bool) -> bool:
+def is_pure(nodes: Iterable[fx.Node], module: nn.Module, training: bool) -> bool:
     """Return whether nodes write nothing that stays and draw no random numbers, in that mode."""
     for node in nodes:
         if ops.is_applied(node.target):
@@ -76,13 +76,13 @@ def computes_only(nodes: Iterable[fx.Node], module: nn.Module, training: bool) -
                     return False
                 continue
             ours = type(leaf).__module__.startswith(("torch.nn.modules.", "fxplug.blocks."))
-            if not ours or any(functions.draws(m, training) for m in leaf.modules()):
+            if not ours or any(functions.is_random_layer(m, training) for m in leaf.modules()):
                 return False
             if training and isinstance(leaf, NormBase):
                 return False
         if not node.meta.get("effect") or node.target in HARMLESS:
             continue
-        short = functions.short_name(node.target)
+        short = functions.get_short_name(node.target)
         if short in functions.RANDOM:
             if short in functions.DRAWS or training:
                 return False
@@ -95,11 +95,11 @@ def _owner(node: fx.Node) -> fx.Node:
     """Return the possible owner of the memory that a node writes: an input, a tensor of the module, or a computed value."""
     while node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-        if not functions.may_alias(functions.short_name(node.target)):
+        if not functions.may_alias(functions.get_short_name(node.target)):
             break
     return node
 
 
-def signature_of(module: TracedModule) -> inspect.Signature:
+def get_signature(module: TracedModule) -> inspect.Signature:
     """Return the signature of a module, whatever an offloader has replaced its `forward` with."""
     return inspect.signature(type(module).forward.__get__(module))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import SpecError, shown
+from ..errors import SpecError, quote
 from ..torch_internals.modules import admit_hooks, refuse_hooks
 
 WAYS = (
@@ -51,9 +51,9 @@ def _check_attribute(part: nn.Module, name: str, value: Any) -> None:
     before = part.__dict__.get(name, part.__dict__.get("_extras", {}).get(name, missing))
     if before is value or (type(before) is type(value) and _is_like(before, value)):
         return
-    was = "may be read by forward" if before is missing else f"was {shown(before, 80)} when the model was traced"
+    was = "may be read by forward" if before is missing else f"was {quote(before, 80)} when the model was traced"
     raise SpecError(
-        f"{_place(part, name)} {was}, and the graph has what it was: to set it to {shown(value, 80)} would have no effect; set "
+        f"{_place(part, name)} {was}, and the graph has what it was: to set it to {quote(value, 80)} would have no effect; set "
         "it on the model and trace that again, or let a pass compute with another value"
     )
 
@@ -70,7 +70,7 @@ def _check_module(part: nn.Module, name: str, before: nn.Module | None, value: A
     if value is before:
         return
     if before is None or isinstance(before, container) or isinstance(value, container) or not isinstance(value, nn.Module):
-        now = type(value).__name__ if isinstance(value, nn.Module) else shown(value, 80)
+        now = type(value).__name__ if isinstance(value, nn.Module) else quote(value, 80)
         was = "None" if before is None else f"a {type(before).__name__}"
         why = "its code is in the graph" if isinstance(before, container) else "the graph was traced with it"
         raise SpecError(f"{_place(part, name)} was {was}, and is replaced by {now}: {why}; {WAYS}")
@@ -142,7 +142,7 @@ def _place(part: nn.Module, name: str) -> str:
 # --- one tensor or layer under several names, of which the graph reads one
 
 
-def untied(one: str, other: str) -> str:
+def describe_untied(one: str, other: str) -> str:
     """Why a graph does not hold where two names that were one are two."""
     return (
         f"'{one}' and '{other}' were one when the model was traced, and the graph reads one of them for both; now they are "
@@ -157,4 +157,4 @@ def check_assigned(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
         keys = [".".join(name) for name in names]
         given = [state_dict[key] for key in keys if key in state_dict]
         if given and not (len(given) == len(keys) and isinstance(given[0], nn.Parameter) and len(set(map(id, given))) == 1):
-            raise SpecError(f"load_state_dict(assign=True) loads nothing: {untied(*keys[:2])}")
+            raise SpecError(f"load_state_dict(assign=True) loads nothing: {describe_untied(*keys[:2])}")

@@ -33,7 +33,7 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return kernels.weight_norm(v, g, dim)  # type: ignore[no-any-return]
 
 
-def attention_arguments(node: fx.Node) -> dict[str, Any]:
+def bind_attention(node: fx.Node) -> dict[str, Any]:
     """Return the arguments of scaled_dot_product_attention by name."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
@@ -47,7 +47,7 @@ def pad_packed_sequence(data: Tensor, batch_sizes: Tensor, *args: Any, **kwargs:
     return padded, lengths
 
 
-def packed_sequence(data: Tensor, batch_sizes: Tensor | None = None, *args: Any, **kwargs: Any) -> PackedSequence:
+def make_packed_sequence(data: Tensor, batch_sizes: Tensor | None = None, *args: Any, **kwargs: Any) -> PackedSequence:
     """Return a packed sequence of the rows `data`. Raises GuardError."""
     if batch_sizes is not None:
         _check_sizes(batch_sizes, data)
@@ -124,7 +124,7 @@ PRIVATE: dict[str, Callable[..., Any]] = {
 CHECKED: dict[str, tuple[Any, Callable[..., Any]]] = {
     "torch._weight_norm": (kernels.weight_norm, weight_norm),
     "torch._pad_packed_sequence": (kernels.pad_packed_sequence, pad_packed_sequence),
-    "torch.nn.utils.rnn.PackedSequence": (PackedSequence, packed_sequence),
+    "torch.nn.utils.rnn.PackedSequence": (PackedSequence, make_packed_sequence),
     **{f"torch.{f.__name__}": (f, recurrent(f)) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
 }
 # methods of Tensor that reach beyond its values: memory by address, other libraries, hooks, other processes, Python's calls
@@ -188,14 +188,14 @@ def may_alias(name: str) -> bool:
     return name in ITSELF or any(alias is not None and not alias.is_write for alias in returns)
 
 
-def operator_name(function: Any, name: str) -> str:
+def get_operator_name(function: Any, name: str) -> str:
     """Return the name of the operator of a function or method of this name, or of one of its overloads."""
     packet = function.overloadpacket if isinstance(function, OpOverload) else function
     return str(packet.__name__) if isinstance(packet, OpOverloadPacket) else name.strip("_")
 
 
 @cache
-def takes_apart(name: str) -> bool:
+def is_splitting(name: str) -> bool:
     """Return whether a function returns as many tensors as one input's sizes imply: a list, without a list among its
     arguments."""
     packet: Any = getattr(torch.ops.aten, name, None)
@@ -207,7 +207,7 @@ def takes_apart(name: str) -> bool:
     return False
 
 
-def draws(layer: nn.Module, training: bool) -> bool:
+def is_random_layer(layer: nn.Module, training: bool) -> bool:
     """Return whether a layer of torch draws random numbers."""
     if isinstance(layer, (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)):
         return True
@@ -216,7 +216,7 @@ def draws(layer: nn.Module, training: bool) -> bool:
 
 
 @cache
-def functions() -> dict[str, Callable[..., Any]]:
+def list_functions() -> dict[str, Callable[..., Any]]:
     """Return every function a graph may call, by public dotted name."""
     known: set[Any] = set()
     for listed in torch.overrides.get_overridable_functions().values():
@@ -243,29 +243,29 @@ def functions() -> dict[str, Callable[..., Any]]:
 
 
 @cache
-def names() -> dict[Any, str]:
-    """Return the public dotted name of every function in `functions()`, and of those whose arguments some of them check."""
+def name_functions() -> dict[Any, str]:
+    """Return the public dotted name of every function in `list_functions()`, and of those whose arguments some check."""
     table: dict[Any, str] = {function: name for name, (function, _) in CHECKED.items()}
-    for name, function in functions().items():
+    for name, function in list_functions().items():
         table.setdefault(function, name)
     return table
 
 
-def listed(function: Any) -> Callable[..., Any] | None:
+def find_allowed(function: Any) -> Callable[..., Any] | None:
     """Return the function that a graph calls for this one, or None if it may not."""
-    name = names().get(function)
-    return functions()[name] if name is not None else None
+    name = name_functions().get(function)
+    return list_functions()[name] if name is not None else None
 
 
 @cache
-def methods() -> frozenset[str]:
+def list_methods() -> frozenset[str]:
     """Return the methods of Tensor that a graph may call: public ones, neither OUTSIDE nor UNCHECKED."""
     known = (n for n in dir(torch.Tensor) if not n.startswith("_") and callable(getattr(torch.Tensor, n)))
     return frozenset(n for n in known if n not in OUTSIDE and not UNCHECKED.match(n))
 
 
 @cache
-def method_names() -> dict[Any, str]:
+def list_method_names() -> dict[Any, str]:
     """Return the name of each method of Tensor by the object that `__torch_function__` receives."""
     table: dict[Any, str] = {}
     for name in sorted(dir(torch.Tensor), key=lambda n: n.startswith("_")):
@@ -278,14 +278,14 @@ def method_names() -> dict[Any, str]:
     return table
 
 
-def short_name(target: Any) -> str:
+def get_short_name(target: Any) -> str:
     """Return the last part of a target's name, as used for node names."""
     if isinstance(target, str):
         return target.rsplit(".", 1)[-1]
     return getattr(target, "__name__", type(target).__name__).strip("_")
 
 
-def computed_by(node: fx.Node, look: Callable[[fx.Node, str], list[fx.Node]]) -> None:
+def visit_sources(node: fx.Node, look: Callable[[fx.Node, str], list[fx.Node]]) -> None:
     """Visit the nodes that a value is computed from, sizes apart, as far back as `look` returns them: it gets a node and its
     short name."""
     seen, todo = set(), [node]
@@ -293,7 +293,7 @@ def computed_by(node: fx.Node, look: Callable[[fx.Node, str], list[fx.Node]]) ->
         current = todo.pop()
         if current not in seen and not (current.op == "call_method" and current.target in ("size", "numel", "stride")):
             seen.add(current)
-            todo += look(current, short_name(current.target) if current.op != "placeholder" else "")
+            todo += look(current, get_short_name(current.target) if current.op != "placeholder" else "")
 
 
 def is_random(node: fx.Node, root: nn.Module) -> bool:
@@ -302,5 +302,5 @@ def is_random(node: fx.Node, root: nn.Module) -> bool:
         return any(is_random(n, root) for n in node.meta[REGION].nodes)
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        return any(draws(m, True) or getattr(m, "is_block", False) for m in module.modules())
-    return short_name(node.target) in RANDOM
+        return any(is_random_layer(m, True) or getattr(m, "is_block", False) for m in module.modules())
+    return get_short_name(node.target) in RANDOM

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..errors import FxplugError, GuardError, shown
-from ..torch_internals.modules import refuses_hooks
+from ..errors import FxplugError, GuardError, quote
+from ..torch_internals.modules import is_refusing_hooks
 from . import ops
-from .containers import HOOKED, TracedPart, module_at
+from .containers import HOOKED, TracedPart, find_module
 
 # --- new nodes
 
@@ -48,7 +48,7 @@ def insert(
     return node
 
 
-def meta_of(value: fx.Node | Tensor, *keys: str) -> dict[str, Any]:
+def get_meta(value: fx.Node | Tensor, *keys: str) -> dict[str, Any]:
     """The shape and dtype of a tensor, as meta has them; of a node what is known of these two, or of the keys named."""
     if isinstance(value, Tensor):
         return {"shape": tuple(value.shape), "dtype": value.dtype}
@@ -98,7 +98,7 @@ def set_argument(node: fx.Node, position: int, name: str, value: Any) -> None:
 
 
 def set_operand(node: fx.Node, index: int, value: fx.Node) -> None:
-    """Give a node another value in the place of one of the tensors in its arguments, counted as `regions.operands` does."""
+    """Give a node another value in the place of one of the tensors in its arguments, counted as in `regions.list_operands`."""
     count = itertools.count()
     args, kwargs = fx.node.map_arg(
         (node.args, node.kwargs), lambda read: value if "shape" in read.meta and next(count) == index else read
@@ -112,7 +112,7 @@ def rewire(node: fx.Node, table: Mapping[fx.Node, Any]) -> None:
     change(node, args=args, kwargs=kwargs)
 
 
-def added(node: fx.Node) -> bool:
+def is_added(node: fx.Node) -> bool:
     """Whether a pass put a node in and it is no part of a region: the blocks, not the networks of a pass."""
     return "pass" in node.meta and not node.meta["pass"].get("region")
 
@@ -183,14 +183,14 @@ def _spelled(found: re.Match[str]) -> str:
     if found[1] is None:
         return found[0]
     steps = [
-        f"[{step[1]!r}]" if step[1] and by_index(step[1], first=step.start() == 0) else step[0]
+        f"[{step[1]!r}]" if step[1] and is_indexed(step[1], first=step.start() == 0) else step[0]
         for step in STEP.finditer(found[1])
     ]
     return "self" + "".join(steps)
 
 
 @functools.cache
-def by_index(key: str, first: bool) -> bool:
+def is_indexed(key: str, first: bool) -> bool:
     """Whether code takes a child, parameter or buffer as `module[key]`: an attribute of that name would be another.
 
     `first` says that the module is the root, a TracedModule; below it the modules with such keys are Containers.
@@ -241,7 +241,7 @@ def restore_modes_on_error(forward: Any, switches: bool, tried: bool) -> Any:
                 ops.set_modes(before)
             if not tried or isinstance(error, FxplugError) or not isinstance(error, Exception):
                 raise
-            text = shown(f"{type(error).__name__}: {error}", 300)
+            text = quote(f"{type(error).__name__}: {error}", 300)
             raise GuardError(f"an operation of the graph fails, which the model may catch in a `try`: {text}") from error
 
     return wrapper
@@ -286,12 +286,12 @@ def check_tied(module: nn.Module) -> None:
         first = _at(module, names[0])
         for name in names:
             if _at(module, name) is not first and HOOKED not in module.__dict__:
-                from .fixed import untied
+                from .fixed import describe_untied
 
-                raise GuardError(untied(".".join(names[0]), ".".join(name)))
+                raise GuardError(describe_untied(".".join(names[0]), ".".join(name)))
 
 
-def still_tied(module: nn.Module) -> tuple[Names, ...]:
+def list_tied(module: nn.Module) -> tuple[Names, ...]:
     """Those of the tied names of a module that are one."""
     tied: tuple[Names, ...] = module.__dict__["_tied"]
     return tuple(names for names in tied if len({id(_at(module, name)) for name in names}) == 1)
@@ -311,7 +311,7 @@ ENTRY = (ops.check_constants, ops.check_inputs, ops.check_members, ops.check_gen
 OF_INPUTS = (operator.getitem, ops.edge, ops.input_or_default)  # what takes a call's arguments apart
 
 
-def graph_of(module: Any) -> fx.Graph:
+def get_graph(module: Any) -> fx.Graph:
     """Get the graph of the mode that a traced module is in."""
     graph: fx.Graph = module.graphs.get(module.training, module.graph)
     return graph
@@ -319,14 +319,14 @@ def graph_of(module: Any) -> fx.Graph:
 
 def note_uncalled(tree: nn.Module, before: Collection[fx.Graph], after: Collection[fx.Graph]) -> None:
     """Let layers of a tree that the graphs before a change call, and those after it do not, refuse hooks."""
-    old, new = (targets(graphs, "call_module") for graphs in (before, after))
-    if old - new or any(refuses_hooks(module_at(tree, path)) for path in new - old):
+    old, new = (list_targets(graphs, "call_module") for graphs in (before, after))
+    if old - new or any(is_refusing_hooks(find_module(tree, path)) for path in new - old):
         from .fixed import refuse_uncalled  # for few modules
 
-        refuse_uncalled(tree, old, new, targets(after, "get_attr"), TracedPart)
+        refuse_uncalled(tree, old, new, list_targets(after, "get_attr"), TracedPart)
 
 
-def targets(graphs: Iterable[fx.Graph], op: str) -> set[str]:
+def list_targets(graphs: Iterable[fx.Graph], op: str) -> set[str]:
     """What the nodes of some graphs with this operation have as targets."""
     return {str(node.target) for graph in graphs for node in graph.find_nodes(op=op, sort=False)}
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import SpecError
 from ..torch_internals.modules import without_compiler
-from .containers import HOOKED, module_at
+from .containers import HOOKED, find_module
 
 
 @without_compiler
@@ -40,7 +40,7 @@ def _hooked(root: Any) -> list[nn.Module]:
     called, read = (
         {str(node.target) for graph in graphs for node in graph.find_nodes(op=op)} for op in ("call_module", "get_attr")
     )
-    called = {path for path in called if not _is_ours(module_at(root, path))}  # blocks read weights of layers in them
+    called = {path for path in called if not _is_ours(find_module(root, path))}  # blocks read weights of layers in them
     read = {name.rpartition(".")[0] for name in read}
     found: list[nn.Module] = []
     devices: set[str] = set()

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..errors import GuardError, brief
+from ..errors import GuardError, format_brief
 from ..torch_internals import modules as torch_modes
 from ..torch_internals.tensors import check
-from .containers import children
+from .containers import list_members
 
 # functions that answer about the modes of torch, and whose answer may be another one at the next call
 READERS = """is_grad_enabled is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled is_autocast_cache_enabled
@@ -71,7 +71,7 @@ def guard(value: Any, expected: Any, decision: Decision | str) -> None:
         else:
             check(value if expected else torch.sym_not(value))
     elif value != expected:
-        raise GuardError(f"{_describe(decision, expected)}; now it is {brief(value)}: {ANOTHER_INPUT}")
+        raise GuardError(f"{_describe(decision, expected)}; now it is {format_brief(value)}: {ANOTHER_INPUT}")
 
 
 def _assert(holds: Any, expected: Any, decision: Decision | str, todo: str) -> None:
@@ -90,7 +90,7 @@ def check_state(name: str, args: tuple[Any, ...], expected: Any, decision: Decis
     if torch.compiler.is_compiling():
         _assert(value == expected, expected, decision, ANOTHER_STATE)
     elif value != expected:
-        raise GuardError(f"{_describe(decision, expected)}; now it is {brief(value)}: {ANOTHER_STATE}")
+        raise GuardError(f"{_describe(decision, expected)}; now it is {format_brief(value)}: {ANOTHER_STATE}")
 
 
 def _describe(decision: Decision | str, expected: Any) -> str:
@@ -99,7 +99,7 @@ def _describe(decision: Decision | str, expected: Any) -> str:
     where, line, what = decision
     plain = " (Python's len() gives a plain number; use x.shape[0] for any size)"
     hint = plain if re.search(r"\blen\(", line) and ".size(" in what else ""
-    return f"{where}: '{line}' depends on {what}, which was {brief(expected, 40)} when traced{hint}"
+    return f"{where}: '{line}' depends on {what}, which was {format_brief(expected, 40)} when traced{hint}"
 
 
 def autograd_query(x: torch.Tensor, question: str) -> bool:
@@ -195,7 +195,7 @@ def structure_of(value: Any) -> Any:
     texts."""
     if isinstance(value, torch.Tensor):
         return value.dim()
-    found = children(tuple(value) if isinstance(value, torch.Size) else value)
+    found = list_members(tuple(value) if isinstance(value, torch.Size) else value)
     if found is None:
         return value if value is None or isinstance(value, str) else type(value).__name__
     return (type(value).__name__, *((key, structure_of(member)) for key, member in found))
@@ -240,11 +240,11 @@ def check_constants(
     for index, (value, old, name) in enumerate(zip(values, expected, names, strict=True)):
         kind = kind_of(old) if kinds is None else kinds[index]
         if isinstance(value, torch.Tensor) or kind_of(value) != kind or not _is_alike(value, old):
-            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else brief(value)
-            if got == brief(old):
-                got += f" of the kind {brief(kind_of(value))} instead of {brief(kind)}"
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else format_brief(value)
+            if got == format_brief(old):
+                got += f" of the kind {format_brief(kind_of(value))} instead of {format_brief(kind)}"
             raise GuardError(
-                f"argument '{name}' was {brief(old)} when the model was traced and is part of the graph; "
+                f"argument '{name}' was {format_brief(old)} when the model was traced and is part of the graph; "
                 f"now it is {got}: trace again with that value"
             )
 
@@ -272,7 +272,8 @@ def check_inputs(
         )
     for value, rank, dtype, name in zip(values, ranks, dtypes, names, strict=True):
         if not isinstance(value, torch.Tensor):
-            raise GuardError(f"argument '{name}' was a tensor when the model was traced; now it is {brief(value)}: trace again")
+            other = format_brief(value)
+            raise GuardError(f"argument '{name}' was a tensor when the model was traced; now it is {other}: trace again")
         if kind := other_kind(value):
             raise GuardError(f"argument '{name}' was dense when the model was traced; now it is {kind}: {TO_DENSE}")
         if value.dim() != rank:
@@ -334,13 +335,14 @@ def check_members(value: Any, keys: tuple[Any, ...], name: str, kind: str | None
     """
     found = tuple(value) if isinstance(value, dict) else tuple(range(len(value))) if isinstance(value, (tuple, list)) else None
     if found is None or set(found) != set(keys):
-        got = brief(value) if found is None else f"{len(found)}: {brief(list(found))}"
-        had = f"argument '{name}' had {len(keys)} members when the model was traced: {brief(list(keys))}"
+        got = format_brief(value) if found is None else f"{len(found)}: {format_brief(list(found))}"
+        had = f"argument '{name}' had {len(keys)} members when the model was traced: {format_brief(list(keys))}"
         raise GuardError(f"{had}; now it has {got}: trace again")
     if found != keys and kind is not None:
         raise GuardError(
-            f"argument '{name}' had its members in the order {brief(list(keys))} when the model was traced; now it has them in "
-            f"the order {brief(list(found))}, which forward can see: give them in the order of the trace, or trace again"
+            f"argument '{name}' had its members in the order {format_brief(list(keys))} when the model was traced; now it has "
+            f"them in the order {format_brief(list(found))}, which forward can see: give them in the order of the trace, or "
+            "trace again"
         )
     own = KINDS.get(type(value).__name__, type(value).__name__)
     if kind is not None and own != kind:
@@ -359,7 +361,7 @@ def put_members(value: Any, members: Any) -> None:
 def check_generator(value: Any, kind: str, name: str) -> None:
     """Raise GuardError unless a random generator argument is of its kind of device."""
     if not isinstance(value, torch.Generator) or value.device.type != kind:
-        got = value.device if isinstance(value, torch.Generator) else brief(value)
+        got = value.device if isinstance(value, torch.Generator) else format_brief(value)
         raise GuardError(f"argument '{name}' was a generator on {kind} when the model was traced; now it is {got}: trace again")
 
 

@@ -10,8 +10,8 @@ from torch import fx, nn
 from ..errors import GuardError
 from ..spec.addresses import Port
 from . import ops
-from .containers import Container, SharedCode, module_at
-from .graph import Graph, added, copy_graph, copy_nodes
+from .containers import Container, SharedCode, find_module
+from .graph import Graph, copy_graph, copy_nodes, is_added
 
 NAMES = {True: "training", False: "evaluation"}
 # classes whose own code is that of torch and asks for no mode
@@ -39,7 +39,7 @@ class RegionCode:
         self.edges: dict[str, dict[Port, fx.Node]] = {}
         self._stacks: dict[str, tuple[str, ...]] = {"": ()}  # the regions around each region, and itself
         self._named = {node.name: node for node in graph.nodes}
-        calls = [node for node in graph.find_nodes(op="call_module") if "port" in node.meta and not added(node)]
+        calls = [node for node in graph.find_nodes(op="call_module") if "port" in node.meta and not is_added(node)]
         self._layers = {node.meta["port"].path: node for node in calls}  # have no code here
         for node in graph.nodes:
             self._note_region(node)
@@ -48,20 +48,20 @@ class RegionCode:
                 self._put(node, self._around(node))
 
     def _note_region(self, node: fx.Node) -> None:
-        if not added(node) and node.op not in ("placeholder", "output") and not _is_free(node):
+        if not is_added(node) and node.op not in ("placeholder", "output") and not _is_free(node):
             stack = tuple(key for key in node.meta.get("nn_module_stack", {}) if key and key not in self._layers)
             if stack:
                 self._stacks.setdefault(stack[-1], stack)
 
     def _around(self, node: fx.Node) -> tuple[str, ...]:
         """Return the keys of the regions that a node is in, the innermost last."""
-        if added(node):
+        if is_added(node):
             site = str(node.meta["pass"].get("site", ""))
             if site in self._layers:
                 return self._around(self._layers[site])
             if site in self._stacks:
                 return self._stacks[site]  # within the edges
-            if site in self._named and not added(self._named[site]):
+            if site in self._named and not is_added(self._named[site]):
                 return self._around(self._named[site])
             site = str(node.meta["pass"].get("within", site))
             while site and site not in self._stacks:
@@ -141,7 +141,7 @@ class PartModes:
         codes = list(self.codes.values())
         keys = dict.fromkeys(key for code in codes for key in code.of)
         self.differ = {key for key in keys if len(codes) == 1 or codes[0].rows(key) != codes[1].rows(key)}
-        found = {key: module_at(root, key.partition("@")[0]) for key in keys if key and key in self.differ}
+        found = {key: find_module(root, key.partition("@")[0]) for key in keys if key and key in self.differ}
         self.modules = {
             key: part
             for key, part in found.items()
@@ -151,7 +151,7 @@ class PartModes:
             self.modules = {}
         self.read = [tuple(pair) for pair in meta.get("modes_read", [])]
         for path in (path for pair in self.read for path in pair):
-            if path and path not in self.modules and (part := module_at(root, path)) is not None:
+            if path and path not in self.modules and (part := find_module(root, path)) is not None:
                 self.modules[path] = part
         nested = [key for keys in meta.get("nested", {}).values() for key in keys]
         self.outlined = {key: part for key, part in _inside_outlined(root, graphs, nested) if key not in self.modules}
@@ -196,7 +196,7 @@ def _inside_outlined(
     if len(calls) < 2 or calls[0] == calls[1]:
         return
     for path in (key.partition("@")[0] for key in nested):
-        part = module_at(root, path)
+        part = find_module(root, path)
         for name, inner in part.named_modules(prefix=path) if part is not None else ():
             if isinstance(inner, Container) and class_of(inner) not in LISTS:
                 yield name, inner
@@ -205,7 +205,7 @@ def _inside_outlined(
 def _shared(graph: fx.Graph, root: nn.Module) -> list[str]:
     """List the calls of shared code in a graph."""
     calls = [str(node.target) for node in graph.find_nodes(op="call_module")]
-    return [name for name in calls if isinstance(module_at(root, name), SharedCode)]
+    return [name for name in calls if isinstance(find_module(root, name), SharedCode)]
 
 
 class _Composition:

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..errors import MatchError, brief_fields, did_you_mean
+from ..errors import MatchError, did_you_mean, format_fields
 from ..spec.addresses import EACH, NAMED, Port
 from . import ops
-from .graph import added
-from .traced_module import TracedModule, class_names
+from .graph import is_added
+from .traced_module import TracedModule, list_class_names
 
 SHOWN = 5  # so many examples are listed in a message
 
@@ -32,7 +32,7 @@ class Region:
     outputs: list[tuple[Port, fx.Node]] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     @property
     def path(self) -> str:
@@ -105,7 +105,7 @@ class Regions:
     def classes(self, path: str) -> tuple[str, ...]:
         """Return the names of a module's class and of its bases."""
         if path not in self._classes:
-            self._classes[path] = class_names(self.module(path))
+            self._classes[path] = list_class_names(self.module(path))
         return self._classes[path]
 
     def module(self, path: str) -> nn.Module:
@@ -168,7 +168,7 @@ class Regions:
         return [n for n in names if fnmatchcase(n, pattern)]
 
 
-def regions_of(gm: TracedModule) -> list[Regions]:
+def find_regions(gm: TracedModule) -> list[Regions]:
     """Return the regions of each graph of a traced module."""
     return [Regions(graph, gm) for graph in gm.graphs.values()]
 
@@ -195,7 +195,7 @@ def _walk(graph: fx.Graph) -> _RegionWalk:
         if node.op == "get_attr":
             walk.readers.setdefault(str(node.target), []).append(node)
         stack = node.meta.get("nn_module_stack")
-        if not stack or added(node):
+        if not stack or is_added(node):
             continue
         port = node.meta.get("port")
         key = next(reversed(stack)) if port is None else port.path
@@ -225,7 +225,7 @@ def _members(node: fx.Node, key: str, keys: tuple[int | str, ...]) -> Iterator[t
 # --- operations
 
 
-def operands(arguments: Any) -> list[fx.Node]:
+def list_operands(arguments: Any) -> list[fx.Node]:
     """Return the tensors in an operation's arguments, in their order; one that it reads twice is listed twice."""
     found: list[fx.Node] = []
     fx.node.map_arg(arguments, lambda read: found.append(read) if "shape" in read.meta else None)
@@ -233,12 +233,12 @@ def operands(arguments: Any) -> list[fx.Node]:
 
 
 def find_operand(node: fx.Node, port: Port) -> int:
-    """Return which of an operation's `operands` is at `x`, `x[1]` or, if it is given by name, `x.attn_mask`.
+    """Return which of an operation's `list_operands` is at `x`, `x[1]` or, if it is given by name, `x.attn_mask`.
 
     Raises MatchError with the existing ones.
     """
-    rows = [("", value) for value in operands(node.args)]
-    rows += [(name, value) for name, given in node.kwargs.items() for value in operands(given)]
+    rows = [("", value) for value in list_operands(node.args)]
+    rows += [(name, value) for name, given in node.kwargs.items() for value in list_operands(given)]
     names = [name for name, _ in rows]
     key = port.keys[0] if port.keys else 0
     if len(port.keys) < 2 and (key in range(len(rows)) or (key and key in names)):
@@ -268,17 +268,17 @@ def find_member(node: fx.Node, port: Port) -> fx.Node:
 # --- values at ports
 
 
-def region_of(regions: Regions, port: Port) -> Region:
+def find_region(regions: Regions, port: Port) -> Region:
     """Return the region of a port. Raises MatchError with the nearest one."""
     region = regions.by_key.get(port.path)
     if region is None:
-        raise MatchError(no_region(regions, port.path))
+        raise MatchError(explain_no_region(regions, port.path))
     return region
 
 
-def source(regions: Regions, port: Port) -> fx.Node:
+def find_source(regions: Regions, port: Port) -> fx.Node:
     """Return the node whose value is at a port. Raises MatchError with the existing ports."""
-    region = region_of(regions, port)
+    region = find_region(regions, port)
     if port.side == "in":
         _, index, node = find_input(regions, region, port)
         return node if region.leaf is None else [*node.args, *node.kwargs.values()][index]  # type: ignore[return-value]
@@ -325,9 +325,9 @@ def _is(wanted: tuple[int | str, ...], keys: tuple[int | str, ...], index: int |
     return all(w in (EACH, k) or (i == 0 and index is not None and w == index) for i, (w, k) in enumerate(zip(wanted, keys)))  # noqa: B905
 
 
-def each(regions: Regions, port: Port) -> list[Port]:
+def expand_ports(regions: Regions, port: Port) -> list[Port]:
     """Return the ports that one with `[*]` in its keys stands for. Raises MatchError if there are none."""
-    region = region_of(regions, port)
+    region = find_region(regions, port)
     wanted = port.keys[:-1] if port.with_members else port.keys
     ports: list[tuple[Port, int | None]] = [(found, None) for found, _ in regions.out_ports(region)]
     if port.side == "in":
@@ -342,9 +342,9 @@ def each(regions: Regions, port: Port) -> list[Port]:
     return chosen
 
 
-def members(regions: Regions, port: Port) -> Any:
+def list_member_ports(regions: Regions, port: Port) -> Any:
     """Return the ports of a whole value in its structure: tuples, records by name; None for a member that is no tensor."""
-    region = region_of(regions, port)
+    region = find_region(regions, port)
     wanted = port.keys[:-1]
     rows: list[tuple[tuple[int | str, ...], Port]] = []
     if port.side == "in" and not wanted:
@@ -405,7 +405,7 @@ def nest(rows: Sequence[tuple[tuple[int | str, ...], Any]]) -> Any:
     return tuple(built.get(i) for i in range(max(map(int, built)) + 1))
 
 
-def no_region(regions: Regions, path: str) -> str:
+def explain_no_region(regions: Regions, path: str) -> str:
     """Return why there is no region at a path: replaced, never called, or no such path, with the nearest."""
     modules = dict(regions.root.named_modules(remove_duplicate=False))
     if path in modules and not regions.inserted(path):
@@ -418,8 +418,8 @@ def no_region(regions: Regions, path: str) -> str:
                 "parameters, such as lora_weight"
             )
         inner = [k for k in regions.ran if k.startswith(f"{path}.")]
-        inside = f"; regions inside it: {listed(inner)}" if inner else ""
-        return f"'{path}' ({class_names(modules[path])[0]}) is never called by the model, so it is not a region{inside}"
+        inside = f"; regions inside it: {format_names(inner)}" if inner else ""
+        return f"'{path}' ({list_class_names(modules[path])[0]}) is never called by the model, so it is not a region{inside}"
     return f"no region '{path}'{did_you_mean(path, regions.ran)}"
 
 
@@ -430,7 +430,7 @@ def _replaced(root: nn.Module) -> Iterator[tuple[str, tuple[str, str]]]:
         yield from ((s["path"].partition("@")[0], (entry["name"], s["block"])) for s in rows)
 
 
-def listed(items: Sequence[str]) -> str:
+def format_names(items: Sequence[str]) -> str:
     """List names for a message, the first of them if they are many."""
     shown = ", ".join(items[: 2 * SHOWN])
     return shown + (f", ... ({len(items)})" if len(items) > 2 * SHOWN else "") if items else "none"

@@ -11,13 +11,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ..errors import brief_fields
-from ..spec.addresses import identifier
+from ..errors import format_fields
+from ..spec.addresses import make_identifier
 from ..torch_internals.modules import DropoutNd
 from . import functions, ops
-from .containers import leaves
+from .containers import list_leaves
 from .functions import REGION, is_random
-from .graph import MODES, Graph, added, copy_nodes, erase, insert, meta_of, move, redirect
+from .graph import MODES, Graph, copy_nodes, erase, get_meta, insert, is_added, move, redirect
 
 SWITCHES = (*MODES, ops.exit_grad, ops.exit_autocast)
 # layers that may give the memory of their argument
@@ -34,10 +34,10 @@ class RegionCut:
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
-def members(graph: fx.Graph) -> dict[str, list[fx.Node]]:
+def collect_nodes(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     """Return the nodes of each region by its key, in the order of the graph, without reads of parameters.
 
     Nodes that a pass inserted belong to the region of their site, and to those around it.
@@ -47,13 +47,13 @@ def members(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     by_name = {node.name: node for node in graph.nodes}
     for node in graph.nodes:
         stack = node.meta.get("nn_module_stack", {})
-        if stack and not added(node):
+        if stack and not is_added(node):
             stacks.setdefault(next(reversed(stack)), tuple(stack))
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr") or node.target is ops.device_of:
             continue  # the device stands at the head, whichever region asked for it
         stack = node.meta.get("nn_module_stack", {})
-        if added(node):
+        if is_added(node):
             site = str(node.meta["pass"].get("site", ""))
             if site in by_name and site not in stacks:
                 site = next(reversed(by_name[site].meta.get("nn_module_stack", {"": ""})))
@@ -72,7 +72,7 @@ def plan(key: str, nodes: list[fx.Node], root: nn.Module) -> RegionCut | str:
     Nodes that a pass inserted in between are included if the region needs them and they need it. Those that a pass inserted
     long before the region, to change its inputs, stay where they are.
     """
-    first = next((n for n in nodes if not added(n)), nodes[0])
+    first = next((n for n in nodes if not is_added(n)), nodes[0])
     early = [n for n in nodes if n < first]
     inside = set(nodes)
     if early and any(n not in inside and n.op != "get_attr" for n in _between([*early, first])):
@@ -84,7 +84,7 @@ def plan(key: str, nodes: list[fx.Node], root: nn.Module) -> RegionCut | str:
         both = [n for n in between if n in need and n in follow]
         if not both:
             break
-        if foreign := [n for n in both if not added(n)]:
+        if foreign := [n for n in both if not is_added(n)]:
             return f"cannot be one unit: values leave it and come back into it through {_named(foreign)}"
         inside.update(both)
     before = [n for n in between if n in need]
@@ -102,7 +102,7 @@ def extract(cut: RegionCut, target: str, name: str, stack: dict[str, Any]) -> tu
         move(node, before=cut.nodes[0])
     own = Graph()
     around = {"nn_module_stack": stack}
-    values = {v: insert(own, "placeholder", v.name, name=v.name, meta={**meta_of(v), **around}) for v in cut.inputs}
+    values = {v: insert(own, "placeholder", v.name, name=v.name, meta={**get_meta(v), **around}) for v in cut.inputs}
     # a parameter is read in every region that uses it
     copy_nodes((each for node in cut.nodes for each in (*node.all_input_nodes, node)), own, values)
     outputs = [values[node] for node in cut.outputs]
@@ -113,7 +113,7 @@ def extract(cut: RegionCut, target: str, name: str, stack: dict[str, Any]) -> tu
     if len(outputs) != 1:
         parts = [insert(graph, "call_function", operator.getitem, (call, i), before=first) for i in range(len(outputs))]
     for old, new in zip(cut.outputs, parts, strict=True):
-        new.meta.update(meta_of(old), **around)
+        new.meta.update(get_meta(old), **around)
         redirect(old, new, keep=values)
     erase(cut.nodes)
     return own, call
@@ -154,11 +154,11 @@ def _named(nodes: list[fx.Node]) -> str:
 # --- what may not change places
 
 
-def written(node: fx.Node, root: nn.Module) -> list[fx.Node]:
+def find_written(node: fx.Node, root: nn.Module) -> list[fx.Node]:
     """Return the values that a node changes in place: tensors of the graph, or reads of buffers."""
     if REGION in node.meta:
         nodes = node.meta[REGION].nodes
-        changes = changed_input(nodes, [n for n in nodes if n.op == "placeholder"], root)
+        changes = find_changed_input(nodes, [n for n in nodes if n.op == "placeholder"], root)
         return node.all_input_nodes if changes else []
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
@@ -169,10 +169,10 @@ def written(node: fx.Node, root: nn.Module) -> list[fx.Node]:
         return [a for a in node.all_input_nodes if a.op == "get_attr"][:2] if updates(node) else []
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     flagged = node.kwargs.get("inplace") is True or (name.startswith(("dropout", "alpha_dropout")) and node.args[3:] == (True,))
-    plain = functions.short_name(node.target) in functions.RANDOM and not name.endswith("_")
+    plain = functions.get_short_name(node.target) in functions.RANDOM and not name.endswith("_")
     if flagged or (node.meta.get("effect") and not plain) or name in (*functions.IN_PLACE, "setitem"):
         out = node.kwargs.get("out")
-        return [n for n in leaves(out) if isinstance(n, fx.Node)] if out is not None else node.all_input_nodes[:1]
+        return [n for n in list_leaves(out) if isinstance(n, fx.Node)] if out is not None else node.all_input_nodes[:1]
     return []
 
 
@@ -182,22 +182,22 @@ def updates(node: fx.Node) -> bool:
     return training is not False
 
 
-def aliases(node: fx.Node, root: nn.Module) -> bool:
+def may_share_memory(node: fx.Node, root: nn.Module) -> bool:
     """Return whether a node's result may share the memory of its first argument."""
     if node.op == "call_module":
         whole = REGION not in node.meta and isinstance(root.get_submodule(str(node.target)), ALIASING_MODULES)
-        return whole or bool(written(node, root))
-    may_alias = node.op != "placeholder" and functions.may_alias(functions.short_name(node.target))
-    return node.op != "get_attr" and (may_alias or bool(written(node, root)))
+        return whole or bool(find_written(node, root))
+    may_alias = node.op != "placeholder" and functions.may_alias(functions.get_short_name(node.target))
+    return node.op != "get_attr" and (may_alias or bool(find_written(node, root)))
 
 
-def changed_input(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node], root: nn.Module) -> fx.Node | None:
+def find_changed_input(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node], root: nn.Module) -> fx.Node | None:
     """Return the node of a region that changes one of the region's inputs in place, or None."""
     shared = set(inputs)
     for node in nodes:
-        if any(value in shared for value in written(node, root)):
+        if any(value in shared for value in find_written(node, root)):
             return node
-        if aliases(node, root) and any(a in shared for a in node.all_input_nodes[:1]):
+        if may_share_memory(node, root) and any(a in shared for a in node.all_input_nodes[:1]):
             shared.add(node)
     return None
 
@@ -206,19 +206,19 @@ def _reordered(nodes: list[fx.Node], before: list[fx.Node], after: list[fx.Node]
     """Return a reason if calling the region as one would reorder operations whose order matters."""
     if not any(n.op != "get_attr" for n in before) and not after:
         return None
-    order = [n for n in nodes if n.target in SWITCHES or is_random(n, root) or written(n, root)]
+    order = [n for n in nodes if n.target in SWITCHES or is_random(n, root) or find_written(n, root)]
     early = set(before)
     for other in before + after:
         if other.op == "get_attr":
             continue
-        alone = other.target not in SWITCHES and not written(other, root)
+        alone = other.target not in SWITCHES and not find_written(other, root)
         for node in order if alone else nodes:
             if (node < other) != (other in early):
                 continue  # they stay as they are
             for one, two in ((other, node), (node, other)):
                 if one.target in SWITCHES:
                     return f"cannot be moved past '{one.name}' in {_named([one])}, which switches gradients or autocast"
-                values = written(one, root)
+                values = find_written(one, root)
                 if any(v.op != "get_attr" or any(v.target == a.target for a in two.all_input_nodes) for v in values):
                     return f"cannot be moved past '{one.name}' in {_named([one])}, which changes a tensor in place"
             if is_random(other, root) and is_random(node, root):
@@ -236,16 +236,16 @@ def _unpaired(nodes: list[fx.Node], inside: set[fx.Node]) -> str | None:
     return None
 
 
-def unique_names(keys: Iterable[str]) -> dict[str, str]:
+def make_unique_names(keys: Iterable[str]) -> dict[str, str]:
     """Return a unique attribute name for each region."""
     found: dict[str, str] = {}
     taken: set[str] = set()
     numbers: Counter[str] = Counter()
     for key in keys:
-        name = identifier(key)
+        name = make_identifier(key)
         while name in taken:
-            numbers[identifier(key)] += 1
-            name = f"{identifier(key)}_{numbers[identifier(key)] + 1}"
+            numbers[make_identifier(key)] += 1
+            name = f"{make_identifier(key)}_{numbers[make_identifier(key)] + 1}"
         taken.add(name)
         found[key] = name
     return found

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..spec.addresses import identifier
+from ..spec.addresses import make_identifier
 from . import functions, ops
 from .graph import without_edges
-from .traced_module import TracedModule, class_names
+from .traced_module import TracedModule, list_class_names
 
 LETTERS = "ijklmnpqrstuvw"
 LISTED = 6  # so many patterns of numbers are told of a folded place
@@ -42,7 +42,7 @@ class Pattern:
     count: int
 
 
-def patterns(paths: Sequence[str]) -> list[Pattern]:
+def find_patterns(paths: Sequence[str]) -> list[Pattern]:
     """Return few patterns that match these paths and no others, in the order of the first path of each.
 
     Parts that are numbers are merged first, `{0:4}` for a run of them and `{0,2}` for others, then those that are names.
@@ -73,7 +73,7 @@ def _part(names: tuple[str, ...]) -> str:
     return f"{{{','.join(names)}}}"
 
 
-def folded(diff: str) -> str:
+def fold_diff(diff: str) -> str:
     """Fold a diff of `fxplug.diff`: show each repeated place once.
 
     Places are alike if their lines differ in numbers that are parts of names and in nothing else. Such numbers are shown as
@@ -104,7 +104,7 @@ def _letter_ranges(letters: dict[tuple[str, ...], str]) -> str:
     """Format the values of the letters in the places that are alike."""
     if not letters:
         return ""
-    found = [pattern.text for pattern in patterns([".".join(numbers) for numbers in zip(*letters, strict=True)])]
+    found = [pattern.text for pattern in find_patterns([".".join(numbers) for numbers in zip(*letters, strict=True)])]
     more = [f"... {len(found) - LISTED} more"] if len(found) > LISTED else []
     return f": {'.'.join(letters.values())} = {', '.join([*found[:LISTED], *more])}"
 
@@ -132,7 +132,7 @@ def _filled(key: str, numbers: Sequence[str]) -> str:
     return first + "".join(f"{number}{text}" for number, text in zip(numbers, rest, strict=True))
 
 
-def counted(diff: str, passes: Sequence[str]) -> str:
+def summarize_diff(diff: str, passes: Sequence[str]) -> str:
     """Summarise a diff in one line: how many lines each pass inserted, how many read other values, how many are removed."""
     names: dict[str, list[str]] = {"+": [], "-": []}
     for _, body in _places(diff):
@@ -141,7 +141,7 @@ def counted(diff: str, passes: Sequence[str]) -> str:
                 names[line[0]].append(line[1:].partition(" = ")[0])
     put, gone = Counter(names["+"]) - Counter(names["-"]), Counter(names["-"]) - Counter(names["+"])
     changed = sum((Counter(names["+"]) & Counter(names["-"])).values())
-    starts = {f"{identifier(name)}_": name for name in passes}
+    starts = {f"{make_identifier(name)}_": name for name in passes}
     by = Counter(next((starts[start] for start in starts if name.startswith(start)), "") for name in put.elements())
     each = ", ".join(f"{count:,} by {name}" for name, count in by.items() if name) if len(passes) > 1 else ""
     total = f"{put.total():,} lines put in" + (f" ({each})" if each else "")
@@ -225,21 +225,21 @@ def _span(start: int, end: int) -> str:
     return f"{start + 1}" if end - start == 1 else f"{start + (end > start)},{end - start}"
 
 
-def modules(module: nn.Module) -> str:
+def show_modules(module: nn.Module) -> str:
     """Return the module tree as text: path, class and parameters of every module that has some, or was called."""
     rows = []
     for path, child in module.named_modules():
         own = sum(p.numel() for p in child.parameters(recurse=False))
         if path and (own or not len(list(child.children()))):
-            rows.append(f"{path}  {class_names(child)[0]}" + (f"  {own:,}" if own else ""))
+            rows.append(f"{path}  {list_class_names(child)[0]}" + (f"  {own:,}" if own else ""))
     return "\n".join(rows) + "\n"
 
 
 def _lines(graph: fx.Graph) -> list[str]:
-    return [text for node in without_edges(graph).nodes if (text := line(node))]
+    return [text for node in without_edges(graph).nodes if (text := format_node(node))]
 
 
-def line(node: fx.Node) -> str:
+def format_node(node: fx.Node) -> str:
     """Return a node as one line of text; "" for what is left out."""
     if node.op == "placeholder":
         default = f" = {node.args[0]!r}" if node.args else ""
@@ -271,7 +271,7 @@ def line(node: fx.Node) -> str:
     if node.target in (ops.check_members, ops.check_generator):
         return f"check {node.args[2]}: {args[1]}"
     stands_for = node.meta.get("result", {}).get("result", "").rpartition(":")[2]  # of a class that was not there to be read
-    name = node.target if node.op == "call_module" else stands_for or functions.names().get(node.target)
+    name = node.target if node.op == "call_module" else stands_for or functions.name_functions().get(node.target)
     name = name or getattr(node.target, "__qualname__", str(node.target))
     short = str(name).removeprefix("fxplug.ops.").removeprefix("torch.nn.functional.").removeprefix("operator.")
     return f"{node.name} = {short}({', '.join(args)})"

@@ -15,13 +15,13 @@ from torch import fx, nn
 
 from .. import extensions
 from ..errors import LONGEST, SpecError, TraceError, cut
-from ..locks import holds_lock, locks_of, read_lock, write_lock
+from ..locks import get_locks, has_lock, read_lock, write_lock
 from ..quantised import count_parameters, is_transposed
 from ..torch_internals.modules import COMPILED, leave_frame, without_compiler
 from .calls import CHECKPOINTING, FORWARD, call_code, choose_by_gradients, choose_by_mode, make_forward
-from .containers import HOOKED, RESERVED, WATCHED, Container, SharedCode, TracedRoot, child_of, module_at
+from .containers import HOOKED, RESERVED, WATCHED, Container, SharedCode, TracedRoot, find_module, get_child
 from .context_managers import context_manager
-from .graph import OF_THE_ROOT, Graph, compile_graph, copy_graph, note_uncalled, still_tied
+from .graph import OF_THE_ROOT, Graph, compile_graph, copy_graph, list_tied, note_uncalled
 
 if TYPE_CHECKING:
     from .part_modes import PartModes
@@ -60,12 +60,12 @@ class _LazyForward:
         return cls.forward if module is None else module.forward
 
 
-def copied_graphs(module: TracedModule) -> dict[bool, Graph]:
+def copy_graphs(module: TracedModule) -> dict[bool, Graph]:
     """Copies of the graphs of a module, by training mode."""
     return {mode: copy_graph(graph) for mode, graph in module.graphs.items()}
 
 
-def class_names(module: nn.Module) -> tuple[str, ...]:
+def list_class_names(module: nn.Module) -> tuple[str, ...]:
     """The names of a module's class and its bases, down to but without nn.Module.
 
     A linear layer that holds its weight as (in, out) is a TransposedLinear too.
@@ -151,7 +151,7 @@ class TracedModule(TracedRoot, fx.GraphModule):
         kept = RESERVED | {"_modules", "_parameters", "_buffers"}
         self.__dict__.update({k: v for k, v in vars(tree).items() if k not in kept and not _is_ours(k)})
         self._non_persistent_buffers_set = set(tree._non_persistent_buffers_set)
-        self.classes = class_names(tree)
+        self.classes = list_class_names(tree)
         self.training = tree.training
         self._origin, self._extras = origin, dict(extras or {})
         self._steps = None
@@ -169,10 +169,10 @@ class TracedModule(TracedRoot, fx.GraphModule):
         self._buffers.update(tree._buffers)
         self._modules.update(tree._modules)
         if "_tied" in vars(self):  # not where a pass or lowering has given one of them another tensor
-            self.__dict__["_tied"] = still_tied(self)
+            self.__dict__["_tied"] = list_tied(self)
 
     def __repr__(self) -> str:
-        """One line: a graph has thousands, and `show`, `fxplug.core.ir.text.modules` and `code` print them."""
+        """One line: a graph has thousands, and `show`, `fxplug.core.ir.text.show_modules` and `code` print them."""
         nodes = " and ".join(str(len(graph.nodes)) for graph in self.graphs.values())
         passes = ", ".join(f"{entry['name']} ({len(entry['sites'])} sites)" for entry in self.meta.get("passes", []))
         count = f"{sum(p.numel() for p in self.parameters()):,} parameters"
@@ -320,7 +320,7 @@ class TracedModule(TracedRoot, fx.GraphModule):
             )
         super().train(given)
         for path in others:
-            if (part := module_at(self, path)) is not None:
+            if (part := find_module(self, path)) is not None:
                 part.training = not given
         view: Any = vars(self).get(CHECKPOINTING)
         for part in () if view is None else view.modules():
@@ -335,8 +335,8 @@ class TracedModule(TracedRoot, fx.GraphModule):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> TracedModule:
-        locks = locks_of(self)
-        with nullcontext() if holds_lock(locks) else write_lock(locks):  # an offloader moves it for a run
+        locks = get_locks(self)
+        with nullcontext() if has_lock(locks) else write_lock(locks):  # an offloader moves it for a run
             constants = {name: self.get_buffer(name) for name in self._constants()}
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             for name, value in constants.items():
@@ -385,11 +385,11 @@ class TracedModule(TracedRoot, fx.GraphModule):
             from .fixed import check_assigned
 
             check_assigned(self, state_dict)
-        with write_lock(locks_of(self)):
+        with write_lock(get_locks(self)):
             return super().load_state_dict(state_dict, strict, assign)
 
     def __getitem__(self, key: int | str) -> Any:
-        return child_of(self, key)
+        return get_child(self, key)
 
     def _missing_attribute(self, name: str) -> Any:
         """Get code that is not written yet, or what the model or an extension has. Raises AttributeError."""
@@ -426,7 +426,7 @@ class TracedModule(TracedRoot, fx.GraphModule):
             if first is None:
                 first = next(self.buffers(), torch.empty(0))
             return getattr(first, name)
-        raise AttributeError(f"the traced {self.classes[0]} has no attribute '{name}'{extensions.unusable_note()}")
+        raise AttributeError(f"the traced {self.classes[0]} has no attribute '{name}'{extensions.describe_unusable()}")
 
     @property
     def modules_by_form(self) -> list[TracedModule]:
@@ -469,7 +469,7 @@ class TracedModule(TracedRoot, fx.GraphModule):
         return self._copy_on(strip_to_container(self))
 
     def _copy_on(self, tree: nn.Module) -> TracedModule:
-        new = self.derived(tree, copied_graphs(self))
+        new = self.derived(tree, copy_graphs(self))
         new._steps = self._steps
         return new
 
@@ -483,7 +483,7 @@ class TracedModule(TracedRoot, fx.GraphModule):
 
     def _rebuilt(self, copied: Callable[[Any], Any]) -> TracedModule:
         tree: Any = Container(self.classes)
-        with read_lock(locks_of(self), reads=True):
+        with read_lock(get_locks(self), reads=True):
             for key, value in vars(self).items():
                 ours = key in NOT_COPIED or _is_ours(key) or getattr(value, "__self__", None) is self
                 if not ours and key != "meta":  # which may hold whole modules

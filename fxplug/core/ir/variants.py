@@ -12,18 +12,18 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from ..errors import FxplugError, GuardError, brief, shown
+from ..errors import FxplugError, GuardError, format_brief, quote
 from ..extensions import note_unrepeatable
-from ..locks import locks_of
+from ..locks import get_locks
 from ..torch_internals.modules import TABLES, is_listening, leave_frame, without_compiler
 from . import ops
 from .calls import Code, call_code
-from .comparison import equal
-from .containers import Container, SharedCode, tensor_at
-from .entry_checks import refusal, repeatable
+from .comparison import is_equal
+from .containers import Container, SharedCode, find_tensor
+from .entry_checks import find_refusal, is_repeatable
 from .graph import Graph, change
 from .part_modes import MixedModes
-from .traced_module import Step, TracedModule, copied_graphs, strip_to_container
+from .traced_module import Step, TracedModule, copy_graphs, strip_to_container
 
 DECIDED = "decided: "  # before what is no argument
 
@@ -50,7 +50,7 @@ def _checked(module: TracedModule) -> Mapping[str, str]:
             continue
         args: Any = node.args
         if node.target is ops.check_constants:
-            rows.update({name: f"{name}={shown(value, 60)}" for value, name in zip(args[1], args[2], strict=True)})
+            rows.update({name: f"{name}={quote(value, 60)}" for value, name in zip(args[1], args[2], strict=True)})
         elif node.target is ops.check_numbers:
             rows.update({name: f"{name}: {kind}" for kind, name in zip(args[1], args[2], strict=True)})
         elif node.target is ops.check_inputs:
@@ -61,7 +61,7 @@ def _checked(module: TracedModule) -> Mapping[str, str]:
             rows[args[2]] = f"{args[2]} with {', '.join(map(str, args[1])) or 'nothing'}"
         elif node.target is ops.guard:
             what = args[2] if isinstance(args[2], str) else args[2][2]
-            decided[what] = f"{what}, {brief(args[1], 40)}"
+            decided[what] = f"{what}, {format_brief(args[1], 40)}"
     return {**rows, **{f"{DECIDED}{key}": text for key, text in decided.items()}}
 
 
@@ -123,7 +123,7 @@ class Variants(TracedModule):
                 try:
                     self._variants.made.append(tie(self, _stepped(variant, [step])))
                 except FxplugError as error:
-                    text = f"the variant '{shown(label, 120)}' is not in the new module: {error}"
+                    text = f"the variant '{quote(label, 120)}' is not in the new module: {error}"
                     warnings.warn(text, stacklevel=4)
         return self
 
@@ -138,14 +138,14 @@ class Variants(TracedModule):
         or later, as long as nothing was written or drawn. Raises GuardError where there is none and none can be made.
         """
         if is_listening():  # a check that fails is the end of what a compiler compiles
-            found = module_for(self, args, kwargs)
+            found = choose_module(self, args, kwargs)
             return call_code(self, code, args, kwargs) if found is self else found.forward(*args, **kwargs)
-        why = refusal(self, args, kwargs)
+        why = find_refusal(self, args, kwargs)
         if why is None:
             try:
                 return call_code(self, code, args, kwargs)
             except GuardError as error:
-                if isinstance(error, (ops.AddedInput, MixedModes)) or not repeatable(self):
+                if isinstance(error, (ops.AddedInput, MixedModes)) or not is_repeatable(self):
                     raise
                 traceback.clear_frames(error.__traceback__)  # they hold what was computed so far
                 why = str(error)
@@ -153,7 +153,7 @@ class Variants(TracedModule):
             try:
                 return variant.forward(*args, **kwargs)
             except GuardError:
-                if not repeatable(variant):
+                if not is_repeatable(variant):
                     raise
         raise GuardError(why)
 
@@ -178,7 +178,7 @@ class Variants(TracedModule):
         """A new variant, for this call. Raises FxplugError where there cannot be one."""
         cache = self._variants
         for variant in cache.made:
-            if _has_mode(self, variant) and refusal(variant, args, kwargs) is None and not repeatable(variant):
+            if _has_mode(self, variant) and find_refusal(variant, args, kwargs) is None and not is_repeatable(variant):
                 raise GuardError(
                     "its graph has written to a buffer or drawn random numbers, so the call cannot be repeated with another "
                     "graph"
@@ -191,7 +191,7 @@ class Variants(TracedModule):
         if cache.retrace is None:
             raise GuardError("the module was loaded from an artifact, and the model to trace is not available")
         if len(cache.made) >= cache.limit:
-            rows = "; ".join(shown(row, 120) for row in self.variants)
+            rows = "; ".join(quote(row, 120) for row in self.variants)
             raise GuardError(
                 f"the limit of {len(cache.made)} variants is reached, which differ from the first in: {rows or 'nothing yet'}; "
                 "raise it with variants(module, model, limit=N)"
@@ -203,7 +203,7 @@ class Variants(TracedModule):
 
 def as_kind(kind: type[V], module: TracedModule) -> V:
     """A traced module again, on the same tensors and with the same variants, of a subclass of Variants."""
-    new = kind(strip_to_container(module), copied_graphs(module), module._origin, module._extras)
+    new = kind(strip_to_container(module), copy_graphs(module), module._origin, module._extras)
     new.twin_error, new.meta, new._steps = module.twin_error, dict(module.meta), module._steps
     note_unrepeatable(new)  # what it was made from is of another kind
     if isinstance(module, Variants):
@@ -214,7 +214,7 @@ def as_kind(kind: type[V], module: TracedModule) -> V:
 def _copy_variants(module: Variants, new: Variants) -> None:
     old = module._variants
     new._variants = VariantCache(old.retrace, old.limit)
-    new._variants.made = [view(new, copied_graphs(variant), variant.twin_error) for variant in old.made]
+    new._variants.made = [view(new, copy_graphs(variant), variant.twin_error) for variant in old.made]
 
 
 def _stepped(module: TracedModule, steps: Iterable[Step]) -> TracedModule:
@@ -232,9 +232,9 @@ leave_frame(Variants._call_code.__code__)
 
 
 @without_compiler
-def module_for(module: TracedModule, args: Args, kwargs: Kwargs) -> TracedModule:
+def choose_module(module: TracedModule, args: Args, kwargs: Kwargs) -> TracedModule:
     """The module, or its variant whose first checks hold for a call: made, where there is none. Raises GuardError."""
-    if not isinstance(module, Variants) or (why := refusal(module, args, kwargs)) is None:
+    if not isinstance(module, Variants) or (why := find_refusal(module, args, kwargs)) is None:
         return module
     return next(_admitting(module, args, kwargs, why))
 
@@ -247,7 +247,7 @@ def _admitting(module: Variants, args: Args, kwargs: Kwargs, why: str) -> Iterat
         for variant in module._variants.made[tried:known]:
             if _has_mode(module, variant):
                 variant.__dict__["training"] = module.training
-                if refusal(variant, args, kwargs) is None:
+                if find_refusal(variant, args, kwargs) is None:
                     yield variant
         tried, new = known, _added(module, args, kwargs, why, known)
     yield new
@@ -282,7 +282,7 @@ def view(owner: TracedModule, graphs: dict[bool, Any], twin_error: str | None) -
         made.__dict__[table] = owner.__dict__[table]
     made.meta, made.twin_error, made._steps = owner.meta, twin_error, owner._steps
     made.__dict__["training"] = owner.training
-    made.__dict__["_locks"] = locks_of(owner)
+    made.__dict__["_locks"] = get_locks(owner)
     return made
 
 
@@ -291,7 +291,7 @@ def tie(owner: TracedModule, other: TracedModule) -> TracedModule:
 
     Raises GuardError where that one has other layers.
     """
-    ports = [inputs_of(module.graph) for module in (owner, other)]
+    ports = [get_inputs(module.graph) for module in (owner, other)]
     if ports[0] != ports[1]:
         raise GuardError(f"its graph takes other inputs: {', '.join(ports[1])}")
     constants: dict[str, torch.Tensor] = {}
@@ -332,7 +332,7 @@ def tie(owner: TracedModule, other: TracedModule) -> TracedModule:
     return view(owner, other.graphs, other.twin_error)
 
 
-def inputs_of(graph: fx.Graph) -> list[str]:
+def get_inputs(graph: fx.Graph) -> list[str]:
     """The arguments of a graph, with their defaults."""
     nodes = graph.find_nodes(op="placeholder")
     return [f"{node.target}={node.args[0]!r}" if node.args else str(node.target) for node in nodes]
@@ -365,19 +365,19 @@ def _name_for_code(owner: TracedModule, name: str) -> str:
 
 
 def _same_shape(owner: TracedModule, other: TracedModule, name: str) -> None:
-    mine, theirs = tensor_at(owner, name), tensor_at(other, name)
+    mine, theirs = find_tensor(owner, name), find_tensor(other, name)
     if mine is None or theirs is None or mine.shape != theirs.shape:
         raise GuardError(f"its graph reads '{name}', which this module does not have in that shape")
 
 
 def _constant(owner: TracedModule, other: TracedModule, name: str, found: dict[str, torch.Tensor]) -> str:
     """The name under which the owner has a constant of another trace; `found` gets those that are new to it."""
-    value = tensor_at(other, name)
+    value = find_tensor(other, name)
     if value is None:
         raise GuardError(f"its graph reads the constant '{name}', which this module does not have")
     number, new = 0, name
-    while (known := found.get(new, tensor_at(owner, new))) is not None:
-        if known is value or (known.is_meta is value.is_meta and equal(known, value.to(known.device))):
+    while (known := found.get(new, find_tensor(owner, new))) is not None:
+        if known is value or (known.is_meta is value.is_meta and is_equal(known, value.to(known.device))):
             return new
         number += 1
         new = f"{name}_way{number}"

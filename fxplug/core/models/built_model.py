@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from ..errors import brief_fields
+from ..errors import format_fields
 from ..ir.traced_module import TracedModule
 from ..spec.model_section import TensorDtype
 
@@ -27,7 +27,7 @@ class BuiltModel:
     pipeline: Any = None
     complete: Callable[[TracedModule], TracedModule] = lambda traced: traced
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
 def describe_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from ..errors import SpecError
 from ..extensions import need_hook
 from ..ir.traced_module import TracedModule
 from ..spec.model_section import Constant, InputSpec, Tensor
-from ..spec.pass_file import accepted_arguments, check_known
-from ..spec.run_config import Config, resolved
+from ..spec.pass_file import check_known, get_arguments
+from ..spec.run_config import Config, resolve
 from .built_model import BuiltModel, describe_inputs
 from .factory import build, torch_device
 
@@ -46,7 +46,7 @@ def example_inputs(
     Without `inputs` a timm model gets an image of the size it was made for; another model's parameters are named in the
     SpecError. `later` names inputs that passes will add: they are left out.
     """
-    found = accepted_arguments(model.forward)
+    found = get_arguments(model.forward)
     given = {name: spec for name, spec in config.inputs.items() if name not in later or name in found.names}
     specs = given or _default_inputs(config, model)
     _check_names(config, model, specs)
@@ -60,7 +60,7 @@ def example_inputs(
 
 def _check_names(config: Config, model: nn.Module, names: Iterable[str]) -> None:
     """Raise SpecError for an input that the model does not take."""
-    found = accepted_arguments(model.forward)
+    found = get_arguments(model.forward)
     for name in () if found.free else names:
         says, where = f"{type(model).__name__} takes no input", config.where("inputs", name)
         check_known([name], found.names, says, path=("inputs",), where=where)
@@ -89,7 +89,7 @@ def default_inputs(config: Config, model: nn.Module, call: tuple[tuple[Any, ...]
     if config.model.kind == "pipeline":
         return describe_inputs(model, *call)
     if config.inputs:
-        given: dict[str, Any] = resolved(config)["inputs"]
+        given: dict[str, Any] = resolve(config)["inputs"]
         return given
     return {name: list(spec.shape) for name, spec in _default_inputs(config, model).items()}
 
@@ -103,7 +103,7 @@ def _default_inputs(config: Config, model: nn.Module) -> dict[str, Tensor]:
     shape[0] = options.get("in_chans", shape[0])
     size = options.get("img_size", shape[1:])
     shape[1:] = [size, size] if isinstance(size, int) else size
-    name = accepted_arguments(model.forward).names[0]
+    name = get_arguments(model.forward).names[0]
     batch = 2 if config.mode == "train" else 1  # batch normalisation in training needs two
     return {name: Tensor(shape=(batch, *shape))}
 

@@ -16,7 +16,7 @@ from ..errors import FxplugError, SpecError, did_you_mean
 from ..extensions import need_hook
 from ..reading import read_json
 from ..spec.model_section import CHECKPOINTS, ModelSpec, WeightsSpec
-from ..spec.pass_file import accepted_arguments, check_known, import_target
+from ..spec.pass_file import check_known, get_arguments, import_target
 from ..spec.run_config import Config
 from .state_dict import State, _assign, _on_meta, load_weights, read_weights
 
@@ -139,7 +139,7 @@ def _diffusers(config: Config) -> Make:
         finding = f"diffusers has no model class '{name}'{did_you_mean(name, known)}"
         raise SpecError(finding, path=("model",))
     given = [*spec.options, *(key for key in read if isinstance(spec.target, dict) and not key.startswith("_"))]
-    check_known(given, accepted_arguments(kind).names, f"{name} has no option", path=("model",))
+    check_known(given, get_arguments(kind).names, f"{name} has no option", path=("model",))
     return partial(kind.from_config, {**read, **spec.options})  # type: ignore[attr-defined]
 
 

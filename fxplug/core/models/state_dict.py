@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .. import weight_files
-from ..errors import DEFAULT, Limits, SpecError, did_you_mean, nearest, shown
+from ..errors import DEFAULT, Limits, SpecError, did_you_mean, find_nearest, quote
 from ..reading import Raises, read_json
 from ..spec.addresses import select
 from ..spec.model_section import INDICES, SUFFIXES, WeightsSpec
@@ -39,7 +39,7 @@ def load_weights(model: nn.Module, spec: WeightsSpec, base: Path, part: str = "w
             wanted = model.state_dict()
             part_of_file = DENOISER if any(key.startswith(DENOISER) for key in state) else ""
             more = [key for key in state if key.startswith(part_of_file) and key not in wanted]
-            if scale := weight_files.scale_of_weights(more):
+            if scale := weight_files.find_scale(more):
                 finding = (
                     f"'{file.name}' has quantised weights, scaled by '{scale}', which cannot be loaded into this model: give "
                     "the weights from before quantisation"
@@ -82,7 +82,7 @@ def _read_shards(index: Path, raises: Raises, meta: bool, limits: Limits) -> Sta
     for name in dict.fromkeys(shards.values()):
         if Path(name).name != name or name.endswith(INDICES):
             raise raises(
-                f"names {shown(name)}, which is not allowed: an index may only name files of weights in its own folder"
+                f"names {quote(name)}, which is not allowed: an index may only name files of weights in its own folder"
             )
         if not (index.parent / name).is_file():
             raise raises(f"names '{name}', which is not in its folder: all of its {len({*shards.values()})} files are needed")
@@ -237,7 +237,7 @@ def _listed(
     what: str, keys: list[str], own: Mapping[str, torch.Tensor], near: str, pool: list[str], others: Mapping[str, torch.Tensor]
 ) -> Iterator[str]:
     for key in keys[:SHOWN]:
-        hit = nearest(key, pool)
+        hit = find_nearest(key, pool)
         hint = f" ({near} {_with_shape(hit, others)})" if hit else ""
         yield f"  {what}: {_with_shape(key, own)}{hint}"
     if len(keys) > SHOWN:

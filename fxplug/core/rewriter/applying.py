@@ -11,18 +11,18 @@ import torch
 from torch import fx, nn
 
 from .. import extensions, quantised
-from ..capture.fake_tensors import no_collection, writable
-from ..capture.isolation import unchanged
-from ..errors import ClashError, FxplugError, SpecError, shown
+from ..capture.fake_tensors import allow_writes, pause_gc
+from ..capture.isolation import forbid_mutation
+from ..errors import ClashError, FxplugError, SpecError, quote
 from ..ir.containers import CodeInGraph, Container
 from ..ir.graph import OF_THE_ROOT, Graph, copy_graph
-from ..ir.traced_module import TracedModule, check_traced, class_names, strip_to_container
-from ..spec.pass_file import accepted_arguments, check_known, check_options, import_target
+from ..ir.traced_module import TracedModule, check_traced, list_class_names, strip_to_container
+from ..spec.pass_file import check_known, check_options, get_arguments, import_target
 from ..spec.rules import Pass, Rule, as_mapping, is_target
 from .editor import Editor
 from .graft import DiffersBetweenModes, Traces
 from .matcher import find
-from .sites import Site, Sites, input_name, own_inputs
+from .sites import Site, Sites, get_own_inputs, name_input
 
 
 def make_block(
@@ -51,7 +51,7 @@ def make_block(
     try:
         _check_options(kind, rule.options)
         at: Any = getattr(kind, "at", None)
-        shares = rule.carries and rule.name in owners and "beside" in accepted_arguments(at, 1).names
+        shares = rule.carries and rule.name in owners and "beside" in get_arguments(at, 1).names
         beside = {"beside": owners[rule.name]} if shares else {}
         block = _make(kind, site, weight, beside).train(tree.training)
     except FxplugError as error:
@@ -78,9 +78,9 @@ def _check_numbers(site: Site, p: Pass) -> None:
     """Raises SpecError for a site whose parameter is packed, or whose layer cannot be opened for another one of it."""
     if quantised.is_packed(site.parameter) or quantised.is_own_layer(site.module):
         raise SpecError(
-            f"{p.name}: '{site.path}' is quantised ({quantised.described(site.module)}), so a pass with 'place: param' cannot "
-            f"change its '{site.port.keys[0]}': exclude the layer, or use a pass that adds a block beside it, such as lora, "
-            "ia3 or ssf",
+            f"{p.name}: '{site.path}' is quantised ({quantised.describe_layer(site.module)}), so a pass with 'place: param' "
+            f"cannot change its '{site.port.keys[0]}': exclude the layer, or use a pass that adds a block beside it, such as "
+            "lora, ia3 or ssf",
             where=site.rule.where,
         )
 
@@ -102,7 +102,7 @@ def block_class(rule: Rule) -> type[nn.Module]:
 def _check_options(kind: Any, options: Mapping[str, Any]) -> None:
     check_options(kind.at, options, kind.__name__, given=1, says="takes no option")
     if getattr(kind, "hands_on", False):  # to its constructor, whose other parameters the site gives
-        own, at = accepted_arguments(kind), accepted_arguments(kind.at, 1)
+        own, at = get_arguments(kind), get_arguments(kind.at, 1)
         known = dict.fromkeys([*(name for name in own.names if name not in own.required), *at.names])
         check_known(options, known, f"{kind.__name__} takes no option")
 
@@ -144,7 +144,7 @@ def record(
             for s, (name, block) in named
         ],
         "slots": p.slots,
-        "inputs": [input_name(gm, p, name) for name in own_inputs(gm, p)],
+        "inputs": [name_input(gm, p, name) for name in get_own_inputs(gm, p)],
         "networks": list(p.networks),
         "rules": None if p.slots else as_mapping(p),
     }
@@ -214,10 +214,10 @@ def apply(gm: TracedModule, *passes: Pass | Sites) -> TracedModule:
         SpecError: A block cannot be made, or what was given is no pass.
     """
     check_traced(gm, "apply")
-    derivation = extensions.derivation_of(gm)
+    derivation = extensions.get_derivation(gm)
     if derivation is not None and not (derivation.takes_marks and all(map(_only_marks, passes))):
         return derivation.rebuild(gm, lambda source: apply(source, *passes))
-    with no_collection(), writable():
+    with pause_gc(), allow_writes():
         for p in passes:
             gm = _apply(gm, p)
             (p.p if isinstance(p, Sites) else p).fill(gm)
@@ -229,7 +229,7 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
         given.check(gm)
     elif not isinstance(given, Pass):
         raise SpecError(
-            f"apply takes passes, or sites as find gave them, not {shown(given)}: fxplug.load_pass reads a pass; to leave "
+            f"apply takes passes, or sites as find gave them, not {quote(given)}: fxplug.load_pass reads a pass; to leave "
             "sites out, change the list itself: sites[:] = [...]"
         )
     p = given.p if isinstance(given, Sites) else given
@@ -288,13 +288,13 @@ def _forbid_model_mutation(gm: TracedModule, p: Pass, sites: list[Site]) -> Iter
         return
     who = f"{p.name}: {', '.join(kind.__name__ for kind in kinds)}"
     try:
-        with unchanged(gm, who, sites[0].rule.where) as before, before:
+        with forbid_mutation(gm, who, sites[0].rule.where) as before, before:
             yield
     except Exception as error:  # a block's, which may be the user's
         if (called := _called(error)) is None:
             raise
         path = next((k for k, m in gm.named_modules() if m is called), None)
-        paths = [path] if path is not None else [k for k, m in gm.named_modules() if class_names(m) == called.classes][:3]
+        paths = [path] if path is not None else [k for k, m in gm.named_modules() if list_class_names(m) == called.classes][:3]
         raise SpecError(
             f"{p.name}: a block calls {called.classes[0]}{' (' + paths[0] + ')' if paths else ''}, a part of the model whose "
             f"code is in the graph: keep that part whole when the model is traced, leaf: {paths or '[its path]'}",

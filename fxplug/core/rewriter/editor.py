@@ -11,30 +11,30 @@ from torch import fx, nn
 
 from ..errors import ClashError, MatchError, SpecError
 from ..ir import ops
-from ..ir.graph import Graph, erase, erase_unused, insert, meta_of, rewire
-from ..ir.regions import find_input, find_member, find_operand, find_output, members, operands, source
+from ..ir.graph import Graph, erase, erase_unused, get_meta, insert, rewire
+from ..ir.regions import find_input, find_member, find_operand, find_output, find_source, list_member_ports, list_operands
 from ..ir.traced_module import TracedModule, strip_to_container
-from ..spec.addresses import Port, identifier
+from ..spec.addresses import Port, make_identifier
 from ..spec.rules import Pass
 from ..torch_internals.modules import is_erased
-from .graft import Graft, OpenedGraph, Traces, head, opened
-from .matcher import fill, reads
+from .graft import Graft, OpenedGraph, Traces, find_last_input, open_results
+from .matcher import fill, find_reads
 from .sites import (
     Site,
     ValueUse,
-    backward,
-    beside,
     check_flow,
     check_order,
-    flat_ports,
-    in_order,
-    insertion_point,
+    describe_late,
+    describe_structure,
+    find_beside,
+    find_insertion_point,
+    find_needed,
+    find_users,
+    has_same_structure,
+    list_nodes,
+    list_ports,
     map_ports,
-    needed,
-    nodes_in,
-    same_structure,
-    structure,
-    users_without_loop,
+    sort_sites,
 )
 
 ROOT = {"": ("", "")}  # the nn_module_stack of what passes put in
@@ -67,7 +67,7 @@ class Editor(OpenedGraph):
         here = [site for site in sites if self.present(site)]
         carried: dict[str, nn.Module] = {}
         if any(site.rule.carries for site in here):
-            here = in_order(self.graph, self.regions, here)
+            here = sort_sites(self.graph, self.regions, here)
         for site in here:
             if site.rule.place == "param":
                 self.map_parameter(site, *blocks[id(site)])
@@ -97,7 +97,7 @@ class Editor(OpenedGraph):
         args = [self.argument(site, index, slots) for index in range(len(rule.args))]
         if stacked and rule.combine == "chain" and not any(item in ("y", "y[:]") for item in rule.args):
             args = [slots[0][1].value if item == "x" else arg for item, arg in zip(rule.args, args, strict=True)]
-        last = insertion_point([*nodes_in(args), *(slot.value for _, slot in slots)], [slot for _, slot in slots])
+        last = find_insertion_point([*list_nodes(args), *(slot.value for _, slot in slots)], [slot for _, slot in slots])
         result, new = (args[0], []) if made is None else self.call(site, *made, args, last, slots)
         if rule.name is not None:
             result, kept = (self.member(result, i, new) for i in (0, 1))
@@ -110,18 +110,18 @@ class Editor(OpenedGraph):
                 value = self.member(value, key, new)
             if value is slot.value or value is slot.only:
                 continue
-            reading: set[fx.Node] = users_without_loop(slot, value) if made is None else set()
+            reading: set[fx.Node] = find_users(slot, value) if made is None else set()
             check_order(site, slot, args, value if made is None else last, reading)
             if stacked and rule.combine == "sum":
                 value = self.node("call_function", operator.add, (slot.value, value), site, max(slot.value, value))
             elif value not in new or value in taken:  # a name of its own: it is also something else
-                known = meta_of(value)
+                known = get_meta(value)
                 value = self.node("call_function", ops.edge, (value,), site, max(value, slot.value))
                 value.meta.update(known)
             taken.add(value)
             new.append(value)
             if "shape" not in value.meta:  # a block that was traced knows its own
-                value.meta.update(meta_of(slot.value))
+                value.meta.update(get_meta(slot.value))
             note_replaced(value, slot.value)
             slot.put(value, {*new, *reading})
             if slot.only is None:
@@ -136,9 +136,9 @@ class Editor(OpenedGraph):
         """Call a block after `last`; return its result, and the new nodes."""
         if getattr(block, "inline", False):
             return self.inlined(site, name, block, args, last)
-        node = self.node("call_module", name, tuple(args), site, last, identifier(name), type(block).__name__)
+        node = self.node("call_module", name, tuple(args), site, last, make_identifier(name), type(block).__name__)
         if slots:
-            node.meta.update(meta_of(slots[0][1].value))
+            node.meta.update(get_meta(slots[0][1].value))
         return node, [node]
 
     def inlined(
@@ -156,7 +156,7 @@ class Editor(OpenedGraph):
         graft.base |= self.traces.share_weights(name, block, own, self.tree)
         inputs = inspect.signature(block.forward).bind(*args)
         inputs.apply_defaults()
-        return opened(graft.put(self.of_mode(sub), inputs.arguments), graft.nodes), graft.nodes
+        return open_results(graft.put(self.of_mode(sub), inputs.arguments), graft.nodes), graft.nodes
 
     def node(
         self, op: str, target: Any, args: Any, site: Site, after: fx.Node, name: str | None = None, block: str = ""
@@ -184,7 +184,7 @@ class Editor(OpenedGraph):
         after = value
         while after.next in value.users:
             after = after.next
-        meta = meta_of(value, "pass", "nn_module_stack", "shape", "dtype")
+        meta = get_meta(value, "pass", "nn_module_stack", "shape", "dtype")
         item = insert(self.graph, "call_function", operator.getitem, (value, key), after=after, meta=meta)
         new.append(item)
         return item
@@ -193,12 +193,12 @@ class Editor(OpenedGraph):
         """Raise an error for a result that is nested differently from the value it replaces."""
         if isinstance(result, fx.Node) and result.op == "call_module":
             return  # what a block returns that is called is known when it runs
-        tree = members(self.regions, site.port) if site.port.with_members else site.port
-        if not same_structure(result, tree):
+        tree = list_member_ports(self.regions, site.port) if site.port.with_members else site.port
+        if not has_same_structure(result, tree):
             where = f"{site.rule.where}: " if str(site.rule.where) else ""
             raise SpecError(
-                f"{where}{self.p.name}: '{site.node or site.port}' returns {structure(tree)}, and the block in its place "
-                f"returns {structure(result)}: return the same structure"
+                f"{where}{self.p.name}: '{site.node or site.port}' returns {describe_structure(tree)}, and the block in its "
+                f"place returns {describe_structure(result)}: return the same structure"
             )
 
     # --- the places that are changed
@@ -230,13 +230,13 @@ class Editor(OpenedGraph):
             node = self.by_name[site.node]
             port = site.operand
             if site.rule.place == "before":
-                given = operands((node.args, node.kwargs))
+                given = list_operands((node.args, node.kwargs))
                 index = find_operand(node, port)
-                return [((), ValueUse(given[index], node, beside=beside(given[index], site.node), operand=index))]
+                return [((), ValueUse(given[index], node, beside=find_beside(given[index], site.node), operand=index))]
             return [((), ValueUse(self.newest(find_member(node, port))))]
         if not site.port.with_members:
             return [((), self.slot(site.port))]
-        return [(keys, self.slot(port)) for keys, port in flat_ports(members(self.regions, site.port))]
+        return [(keys, self.slot(port)) for keys, port in list_ports(list_member_ports(self.regions, site.port))]
 
     def slot(self, port: Port) -> ValueUse:
         """Return the uses of the value at a port: all its users, or the one argument or edge of the port."""
@@ -247,7 +247,7 @@ class Editor(OpenedGraph):
             assert isinstance(given, fx.Node)
             if region.leaf is None:
                 return ValueUse(given, reader)
-            return ValueUse(given, reader, index, beside(given, port.path))
+            return ValueUse(given, reader, index, find_beside(given, port.path))
         node = find_output(self.regions, region, port)
         if region.leaf is None:
             read = node.args[0]
@@ -271,7 +271,7 @@ class Editor(OpenedGraph):
         assert value.port is not None
         if value.kind == "operand":
             node: fx.Node = self.by_name[site.node]
-            given = operands((node.args, node.kwargs))
+            given = list_operands((node.args, node.kwargs))
             if value.port.with_members:
                 return tuple(given)
             return find_member(node, value.port) if value.port.side == "out" else given[find_operand(node, value.port)]
@@ -282,7 +282,7 @@ class Editor(OpenedGraph):
         if port.side == "param":
             return self.parameter(port)
         if port.with_members:
-            return map_ports(members(self.regions, port), lambda one: self.now(one, site))
+            return map_ports(list_member_ports(self.regions, port), lambda one: self.now(one, site))
         return self.now(port, site)
 
     def now(self, port: Port, site: Site) -> fx.Node:
@@ -290,7 +290,7 @@ class Editor(OpenedGraph):
 
         At the edge that the site changes it is the value before the edge, which then gets the block's result.
         """
-        node = source(self.regions, port)
+        node = find_source(self.regions, port)
         region = self.regions.by_key[port.path]
         if region.leaf is not None:
             return self.newest(node) if port.side == "out" else node
@@ -305,8 +305,8 @@ class Editor(OpenedGraph):
         if (mapped := self.behind.get(f"param:{port.path}.{port.keys[0]}")) is not None:
             return mapped
         name = f"{port.path}.{port.keys[0]}".lstrip(".")
-        meta = {**meta_of(self.tree.get_parameter(name)), "nn_module_stack": ROOT, "pass": {"name": self.p.name}}
-        return insert(self.graph, "get_attr", name, after=head(self.graph), name=identifier(name), meta=meta)
+        meta = {**get_meta(self.tree.get_parameter(name)), "nn_module_stack": ROOT, "pass": {"name": self.p.name}}
+        return insert(self.graph, "get_attr", name, after=find_last_input(self.graph), name=make_identifier(name), meta=meta)
 
     # --- parameters
 
@@ -321,13 +321,13 @@ class Editor(OpenedGraph):
             value: fx.Node | None = self.behind[full]
             users = [(self.behind[full], user) for user in self.behind[full].users]
         else:
-            users = reads(self.regions, path, own)
+            users = find_reads(self.regions, path, own)
             value = min(node for node, _ in users) if users else None
         if value is None:
             return  # this graph does not read it
         slot = ValueUse(value)
         args = [self.argument(site, index, [((), slot)]) for index in range(len(site.args))]
-        last = max([value, *nodes_in(args)])
+        last = max([value, *list_nodes(args)])
         shared = self.behind.get(f"block:{name}")
         if shared is not None and all(shared < user for _, user in users):
             result = shared
@@ -335,13 +335,13 @@ class Editor(OpenedGraph):
             result, new = self.call(site, name, block, args, last, [((), slot)])
             if not isinstance(result, fx.Node) or result not in new:
                 result = self.node("call_function", ops.edge, (result,), site, last)
-            result.meta.update(meta_of(value))
+            result.meta.update(get_meta(value))
             result.meta["behind"] = full
             note_replaced(result, value)
             self.behind[f"block:{name}"] = result
         early = [user for _, user in users if user <= result]
         if early:
-            raise backward(site, args, last, "the parameter is read first", early)
+            raise describe_late(site, args, last, "the parameter is read first", early)
         for node, user in users:
             rewire(user, {node: result})
         self.behind[full] = result
@@ -354,7 +354,7 @@ class Editor(OpenedGraph):
             erase_unused([self.by_name[site.node]])
             return
         inside = [node for node in self.inside.get(site.path, []) if not is_erased(node)]
-        keep = needed(inside)
+        keep = find_needed(inside)
         erase(node for node in inside if node not in keep)
 
 

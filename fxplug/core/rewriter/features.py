@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..errors import MatchError, SpecError, shown
-from ..extensions import derivation_of
+from ..errors import MatchError, SpecError, quote
+from ..extensions import get_derivation
 from ..ir import ops
 from ..ir.containers import map_leaves
-from ..ir.graph import Graph, change, erase, erase_unused, insert, meta_of
-from ..ir.regions import Regions, each, find_input, find_output, nest, region_of
-from ..ir.subgraphs import aliases, written
-from ..ir.traced_module import TracedModule, check_traced, copied_graphs, strip_to_container
-from ..spec.addresses import Port, chosen, is_pattern, parse_port
+from ..ir.graph import Graph, change, erase, erase_unused, get_meta, insert
+from ..ir.regions import Regions, expand_ports, find_input, find_output, find_region, nest
+from ..ir.subgraphs import find_written, may_share_memory
+from ..ir.traced_module import TracedModule, check_traced, copy_graphs, strip_to_container
+from ..spec.addresses import Port, choose_names, is_pattern, parse_port
 from ..spec.rules import Match
-from .near_misses import misses
+from .near_misses import describe_misses
 
 CLOSING = (ops.exit_grad, ops.exit_autocast)
 
@@ -50,10 +50,10 @@ def features(gm: TracedModule, paths: str | Iterable[str]) -> TracedModule:
     if not asked:
         raise SpecError("features: name at least one region, such as 'blocks.3'")
     if bad := [path for path in asked if not isinstance(path, str)]:
-        raise SpecError(f"features takes addresses such as 'blocks.3:in', not {shown(bad[0])}")
-    if derivation_of(gm) is not None:
+        raise SpecError(f"features takes addresses such as 'blocks.3:in', not {quote(bad[0])}")
+    if get_derivation(gm) is not None:
         raise SpecError("features: this module was lowered or split: take the features first, and lower what that gives")
-    graphs = copied_graphs(gm)
+    graphs = copy_graphs(gm)
     names = set()
     for graph in graphs.values():
         regions = Regions(graph, gm)
@@ -75,15 +75,15 @@ def _expanded(regions: Regions, text: str) -> Iterator[tuple[str, Port]]:
     if not port.path:
         yield text, port
         return
-    keys = chosen(port.path, regions.candidates(port.path))
+    keys = choose_names(port.path, regions.candidates(port.path))
     if not keys and is_pattern(port.path):
-        rows = "\n".join(misses(regions, Match(port.path)))
+        rows = "\n".join(describe_misses(regions, Match(port.path)))
         raise MatchError(f"features: no region matches '{port.path}'\n{rows}")
     if not keys:
-        region_of(regions, port)  # raises
+        find_region(regions, port)  # raises
     for key in keys:
         found = replace(port, path=key)
-        for one in each(regions, found) if found.each else [found]:
+        for one in expand_ports(regions, found) if found.each else [found]:
             yield (text if str(one) == str(port) else str(one)), one
 
 
@@ -118,7 +118,7 @@ def _give(graph: Graph, regions: Regions, ports: dict[str, Port], root: nn.Modul
 
 def _find_values(regions: Regions, port: Port, behind: dict[str, fx.Node]) -> Any:
     """Return the values at a port, in their structure."""
-    region = region_of(regions, port)
+    region = find_region(regions, port)
     if port.side == "in":
         _, index, node = find_input(regions, region, port)
         if region.leaf is None:
@@ -185,7 +185,7 @@ class _SharedMemory:
         for node in graph.nodes:
             for value in _written(node, root):
                 self.writes.append((self.order[node], self.memory[value]))
-            shares = node.target is ops.edge or aliases(node, root)
+            shares = node.target is ops.edge or may_share_memory(node, root)
             first = held.setdefault(node.target, node) if node.op == "get_attr" else node
             self.memory[node] = self.memory[node.all_input_nodes[0]] if shares and node.all_input_nodes else first
 
@@ -201,7 +201,7 @@ def _copied(one: PortValue) -> fx.Node:
     stack = dict(node.meta.get("nn_module_stack", {}))
     if port is not None:
         stack.pop(port.path, None)  # it is around the region that the value leaves
-    note = {**meta_of(node), "nn_module_stack": stack}
+    note = {**get_meta(node), "nn_module_stack": stack}
     after = node if one.reader is None else None
     if "shape" not in node.meta:
         raise SpecError(
@@ -217,4 +217,4 @@ def _written(node: fx.Node, root: nn.Module) -> list[fx.Node]:
         module = root.get_submodule(str(node.target))
         if not type(module).__module__.startswith(("torch.nn.modules.", "fxplug.blocks.")):
             return node.all_input_nodes
-    return node.all_input_nodes if ops.is_applied(node.target) else written(node, root)
+    return node.all_input_nodes if ops.is_applied(node.target) else find_written(node, root)

@@ -15,11 +15,11 @@ from torch import fx, nn
 from ..capture.tracer import trace
 from ..errors import SpecError, TraceError
 from ..ir import ops
-from ..ir.containers import Container, leaves, map_leaves, named_tensors, plain_attributes
-from ..ir.graph import ENTRY, MODES, Graph, added, erase, insert, meta_of, redirect
+from ..ir.containers import Container, get_plain_attributes, list_leaves, list_tensors, map_leaves
+from ..ir.graph import ENTRY, MODES, Graph, erase, get_meta, insert, is_added, redirect
 from ..ir.regions import Region, Regions
 from ..ir.traced_module import TracedModule
-from ..spec.addresses import Port, identifier
+from ..spec.addresses import Port, make_identifier
 from ..spec.rules import Pass
 from ..torch_internals.tensors import memory_id
 from .sites import ValueUse, replace_leaf_uses
@@ -27,7 +27,7 @@ from .sites import ValueUse, replace_leaf_uses
 CHECKS = ENTRY  # of the inputs, which are the host's values here
 
 
-def traced(module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -> TracedModule:
+def trace_module(module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -> TracedModule:
     """Trace a module for values of a host graph, represented by their shapes. Raises TraceError that names it by `what`."""
     if isinstance(module, TracedModule):
         return module
@@ -36,7 +36,7 @@ def traced(module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -
     except (TraceError, SpecError) as error:
         raise type(error)(f"{what}: {error}") from error
     except Exception as error:  # the network's or torch's
-        shapes = ", ".join(f"{n.name} {list(n.meta['shape'])}" for n in leaves((args, kwargs)) if isinstance(n, fx.Node))
+        shapes = ", ".join(f"{n.name} {list(n.meta['shape'])}" for n in list_leaves((args, kwargs)) if isinstance(n, fx.Node))
         raise TraceError(f"{what} fails on {shapes or 'its inputs'}: {type(error).__name__}: {error}") from error
 
 
@@ -56,16 +56,16 @@ class Traces:
 
     def of(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -> TracedModule:
         """Return the trace of a module for values of these shapes. Leaves that differ in their weights alone share one."""
-        rows = map_leaves((args, dict(kwargs)), lambda n, _: meta_of(n), kind=fx.Node)
+        rows = map_leaves((args, dict(kwargs)), lambda n, _: get_meta(n), kind=fx.Node)
         own: Any = id(module)
         if not module._modules and type(module).__module__.startswith("torch.nn."):
             tensors = {**module._parameters, **module._buffers}
             shapes = tuple((k, None if t is None else (tuple(t.shape), t.dtype)) for k, t in tensors.items())
-            own = (type(module), repr(sorted(plain_attributes(module).items())), shapes)
+            own = (type(module), repr(sorted(get_plain_attributes(module).items())), shapes)
         key = (own, repr(rows))
         _, found = self._known.get(key, (module, None))
         if found is None or (found.twin_error and found.training != module.training):  # it has the graph of one mode alone
-            found = traced(module, args, kwargs, what)
+            found = trace_module(module, args, kwargs, what)
             self._known[key] = module, found
         return found
 
@@ -94,7 +94,7 @@ class Traces:
         layer it was made for (`site.module.weight`) finds the layer's own weight this way.
         """
         if not self._base:
-            self._base = {_memory(tensor): name for name, tensor in reversed(list(named_tensors(tree)))}
+            self._base = {_memory(tensor): name for name, tensor in reversed(list(list_tensors(tree)))}
         found = {}
         for key, tensor in list(own.named_buffers()):
             path, _, last = key.rpartition(".")
@@ -154,7 +154,7 @@ class Graft:
     def put(self, graph: fx.Graph, inputs: Mapping[str, Any]) -> Any:
         """Copy the nodes of a graph; return its result, with the same nesting, in nodes of the host."""
         result = None
-        given = [n for n in leaves(dict(inputs)) if isinstance(n, fx.Node)]
+        given = [n for n in list_leaves(dict(inputs)) if isinstance(n, fx.Node)]
         if given and any(n.target in MODES for n in graph.nodes if n.op == "call_function"):
             self.cursor = max([*given, *([self.cursor] if self.cursor is not None else [])])
         for node in graph.nodes:
@@ -186,7 +186,7 @@ class Graft:
         inner: list[fx.Node] = []
         fx.node.map_arg((args, kwargs), inner.append)
         anchors = inner if at_root else [*inner, *([self.cursor] if self.cursor is not None else [])]
-        anchor = max(anchors) if anchors else head(self.host)
+        anchor = max(anchors) if anchors else find_last_input(self.host)
         target = node.target
         if node.op in ("get_attr", "call_module"):
             target = self.base.get(str(target)) or f"{self.path}.{target}"
@@ -194,7 +194,7 @@ class Graft:
         meta = {**node.meta, "pass": self.made_by, "nn_module_stack": {**self.stack, **inside}}
         if port is not None:
             meta["port"] = Port(self.join(port.path), port.side, port.keys)
-        name = f"{identifier(self.key)}_{node.name}"
+        name = f"{make_identifier(self.key)}_{node.name}"
         new = insert(self.host, node.op, target, args, kwargs, after=anchor, name=name, meta=meta)
         if not at_root:
             self.cursor = new
@@ -213,7 +213,7 @@ def _is_result_class(kind: Any) -> bool:
     return isinstance(kind, type) and (issubclass(kind, dict) or hasattr(kind, "_fields") or dataclasses.is_dataclass(kind))
 
 
-def opened(result: Any, nodes: list[fx.Node]) -> Any:
+def open_results(result: Any, nodes: list[fx.Node]) -> Any:
     """Replace the result classes that `nodes` build for a result by their members; erase what built them."""
     if isinstance(result, fx.Node) and result in nodes and result.op == "call_function" and _is_result_class(result.target):
         found: Any = tuple(result.args)
@@ -223,15 +223,15 @@ def opened(result: Any, nodes: list[fx.Node]) -> Any:
         if not result.users:
             nodes.remove(result)
             erase([result])
-        return opened(found, nodes)
+        return open_results(found, nodes)
     if isinstance(result, dict):
-        return {key: opened(value, nodes) for key, value in result.items()}
+        return {key: open_results(value, nodes) for key, value in result.items()}
     if isinstance(result, list):  # which code that goes on with it may append to
-        return [opened(value, nodes) for value in result]
-    return tuple(opened(value, nodes) for value in result) if isinstance(result, tuple) else result
+        return [open_results(value, nodes) for value in result]
+    return tuple(open_results(value, nodes) for value in result) if isinstance(result, tuple) else result
 
 
-def head(graph: fx.Graph) -> fx.Node:
+def find_last_input(graph: fx.Graph) -> fx.Node:
     """Return the last of the inputs at the start of a graph."""
     last: fx.Node = [node for node in graph.nodes if node.op == "placeholder"][-1]
     return last
@@ -337,8 +337,8 @@ class OpenedGraph:
         self, value: fx.Node, port: Port, index: int, stack: dict[str, Any], before: fx.Node | None = None
     ) -> fx.Node:
         """Insert an edge, after its value or before a node, as the port of a region."""
-        name = identifier("_".join([port.path, *(["in"] if port.side == "in" else ["out"]), *map(str, port.keys)]))
-        meta = {**meta_of(value), "port": port, "index": index, "nn_module_stack": stack}
+        name = make_identifier("_".join([port.path, *(["in"] if port.side == "in" else ["out"]), *map(str, port.keys)]))
+        meta = {**get_meta(value), "port": port, "index": index, "nn_module_stack": stack}
         return insert(self.graph, "call_function", ops.edge, (value,), after=value, before=before, name=name, meta=meta)
 
     @cached_property
@@ -346,7 +346,7 @@ class OpenedGraph:
         """Nodes of regions by the regions around them."""
         found: dict[str, list[fx.Node]] = {}
         for node in self.graph.nodes:
-            if not added(node) and node.op not in ("placeholder", "output"):
+            if not is_added(node) and node.op not in ("placeholder", "output"):
                 for key in node.meta.get("nn_module_stack", {}):
                     found.setdefault(key, []).append(node)
         return found

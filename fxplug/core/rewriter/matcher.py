@@ -14,22 +14,32 @@ from torch import fx
 from ..errors import ClashError, MatchError, SpecError
 from ..ir.regions import (
     Regions,
-    each,
+    expand_ports,
     find_input,
     find_member,
     find_operand,
     find_output,
-    listed,
-    operands,
-    regions_of,
-    source,
+    find_regions,
+    find_source,
+    format_names,
+    list_operands,
 )
-from ..ir.regions import members as port_members
+from ..ir.regions import list_member_ports as port_members
 from ..ir.traced_module import TracedModule
-from ..spec.addresses import SLICE, WHOLE, Port, compile_pattern, each_name, is_pattern, parse_port, parse_relative, select
+from ..spec.addresses import SLICE, WHOLE, Port, compile_pattern, expand_names, is_pattern, parse_port, parse_relative, select
 from ..spec.rules import Pass, Rule
-from .matches import Hit, admitted, at, composites, hits, is_a, is_exact, of_any_class, operations
-from .sites import Site, Sites, Value, flat_ports, input_name, local, map_ports, own_inputs
+from .matches import (
+    Hit,
+    find_composites,
+    find_hits,
+    find_operations,
+    format_prefix,
+    is_a,
+    is_exact,
+    select_parameters,
+    without_classes,
+)
+from .sites import Site, Sites, Value, expand_address, get_own_inputs, list_ports, map_ports, name_input
 
 
 def find(gm: TracedModule, p: Pass) -> Sites:
@@ -57,11 +67,11 @@ def find(gm: TracedModule, p: Pass) -> Sites:
         from .networks import join
 
         gm, p = join(gm, p)
-    if composites(gm):
+    if find_composites(gm):
         from .opening import open_for
 
         gm = open_for(gm, p)
-    views = regions_of(gm)
+    views = find_regions(gm)
     sites: list[Site] = []
     for rule in p.rules:
         found: dict[tuple[str, str], Site] = {}
@@ -72,20 +82,21 @@ def find(gm: TracedModule, p: Pass) -> Sites:
         for path in counts[0].keys() & counts[-1].keys():
             if counts[0][path] != counts[-1][path]:
                 raise MatchError(
-                    f"{at(rule, p.name)}'{path or 'the model'}' has a different number of these operations in training and in "
-                    f"evaluation ({counts[0][path]} and {counts[-1][path]}), so they cannot be matched: match a module instead"
+                    f"{format_prefix(rule, p.name)}'{path or 'the model'}' has a different number of these operations in "
+                    f"training and in evaluation ({counts[0][path]} and {counts[-1][path]}), so they cannot be matched: match "
+                    "a module instead"
                 )
         if not rule.admits(len(found)) and not (p.expect is not None and not rule.counted):
-            from .near_misses import wrong_count
+            from .near_misses import describe_count
 
-            raise MatchError(wrong_count(views[0], p, rule, list(found.values())))
+            raise MatchError(describe_count(views[0], p, rule, list(found.values())))
         if found and not rule.admits(0) and not (p.expect is not None and p.admits(0)):
             _check_each(gm, p, rule)
         sites.extend(found.values())
     if not p.admits(len(sites)):
-        from .near_misses import wrong_total
+        from .near_misses import describe_total
 
-        raise MatchError(wrong_total(views[0], p, sites))
+        raise MatchError(describe_total(views[0], p, sites))
     _clashes(sites)
     return Sites(sites, host, gm, p)
 
@@ -110,19 +121,19 @@ class _Finder:
         self.regions = regions
         self.rule = rule
         self.p = p
-        self.inputs = {name: input_name(gm, p, name) for name in own_inputs(gm, p)}
+        self.inputs = {name: name_input(gm, p, name) for name in get_own_inputs(gm, p)}
         self.kept = {r.name for r in p.rules if r.name}
 
     def sites(self) -> list[Site]:
         try:
-            found = hits(self.regions, of_any_class(self.rule.match))
+            found = find_hits(self.regions, without_classes(self.rule.match))
             places = [place for hit in found for place in self.places(hit)]
             if any(parse.each for parse in map(self.wanted, places)):
                 places.sort(key=lambda place: self.order(place.port))
             paired = self.paired(places)
             return [self.site(place, order, paired) for order, place in enumerate(places)]
         except MatchError as error:
-            raise MatchError(f"{at(self.rule, self.p.name)}{error}") from None
+            raise MatchError(f"{format_prefix(self.rule, self.p.name)}{error}") from None
 
     # --- the values that are changed
 
@@ -133,14 +144,14 @@ class _Finder:
         region = self.regions.by_key[hit.key]
         before = self.rule.place == "before"
         if self.rule.match.op:
-            return [self.at_operation(hit, node, before) for node in operations(region, self.rule.match)]
+            return [self.at_operation(hit, node, before) for node in find_operations(region, self.rule.match)]
         if self.rule.place == "param":
             return [_Place(hit, port) for port in self.parameters(hit)]
         if region.leaf is None and not region.inputs and not region.outputs:
             return []
         port = self.named(hit)
         if port.each:
-            return [_Place(hit, one) for one in each(self.regions, port)]
+            return [_Place(hit, one) for one in expand_ports(self.regions, port)]
         if port.with_members:
             port_members(self.regions, port)
             return [_Place(hit, port)]
@@ -182,7 +193,7 @@ class _Finder:
         if len(hit.port.keys) > 1:
             raise MatchError(f"'{hit.port}' must be one name of a parameter, such as '{path}:param.weight'")
         pattern = str(hit.port.keys[0]) if named and hit.port.keys else self.rule.port or "weight"
-        names = admitted(self.regions, path, self.rule.match, pattern)
+        names = select_parameters(self.regions, path, self.rule.match, pattern)
         there = self.regions.parameters(path, "*")
         of_class, of_that_name = is_a(self.regions, path, self.rule.match.module), self.regions.parameters(path, pattern)
         if not names and is_exact(self.rule.match, path, hit.key) and (of_class or (there and not of_that_name)):
@@ -191,14 +202,14 @@ class _Finder:
                 f"it has {', '.join(there) or 'none of its own'}"
             )
         read = self.regions.by_key[hit.key].leaf is not None
-        found = [n for n in names if read or reads(self.regions, path, n, mapped=True)]
+        found = [n for n in names if read or find_reads(self.regions, path, n, mapped=True)]
         if names and not found and is_exact(self.rule.match, path, hit.key):
             raise MatchError(f"the model never reads '{path}.{names[0]}', so the pass would have no effect")
         return [Port(path, "param", (name,)) for name in found]
 
     def order(self, port: Port) -> fx.Node:
         """Return the node that computes the value at a port: nodes compare by their position in the graph."""
-        node = source(self.regions, port if not port.with_members else flat_ports(port_members(self.regions, port))[0][1])
+        node = find_source(self.regions, port if not port.with_members else list_ports(port_members(self.regions, port))[0][1])
         region = self.regions.by_key[port.path]
         if port.side == "in" and region.leaf is None:
             given = node.args[0]
@@ -249,13 +260,13 @@ class _Finder:
     def edge(self, port: Port) -> Value | None:
         """Return the value at a port; None if there is none or there are several."""
         try:
-            return _value(str(port), source(self.regions, port), port)
+            return _value(str(port), find_source(self.regions, port), port)
         except MatchError:
             return None
 
     def at_node(self, node: fx.Node, port: Port) -> dict[str, Value | None]:
         """Return x, the first tensor that an operation reads, y, its result, and value, the changed one of these."""
-        given = operands((node.args, node.kwargs))
+        given = list_operands((node.args, node.kwargs))
         values = {"x": _value("x", next(iter(given), None), X, "operand"), "y": _value("y", node, Y, "operand")}
         index = find_operand(node, port) if port.side == "in" else None
         found = find_member(node, port) if index is None else given[index]
@@ -278,7 +289,7 @@ class _Finder:
             return value
         if text in self.inputs:
             port = Port("", "in", (self.inputs[text],))
-            found = _value(str(port), source(self.regions, port), port)
+            found = _value(str(port), find_source(self.regions, port), port)
             assert found is not None
             return found
         if text in self.kept or fill(text, hit.caught) in {fill(g, hit.caught) for g in self.kept}:
@@ -287,11 +298,11 @@ class _Finder:
             return self.operand(place.node, text, relative)
         address = paired[index][order] if index in paired else fill(text, hit.caught)
         relative = parse_relative(address, hit.key)
-        return self.read(address, relative or parse_port(local(address, self.p)))
+        return self.read(address, relative or parse_port(expand_address(address, self.p)))
 
     def operand(self, node: fx.Node, text: str, port: Port) -> Value:
         """Return `x[1]` of an operation, its second tensor, or `x[:]`, all of them in a tuple."""
-        given = operands((node.args, node.kwargs))
+        given = list_operands((node.args, node.kwargs))
         if port.side == "in" and port.keys == (WHOLE,):
             return Value(text, members=tuple(_value(text, one, port, "operand") for one in given), port=port, kind="operand")
         value = find_member(node, port) if port.side == "out" else given[find_operand(node, port)]
@@ -307,9 +318,10 @@ class _Finder:
             shape = self.regions.module(port.path)._parameters[names[0]].shape  # type: ignore[union-attr]
             return Value(str(port), tuple(shape), port=port)
         if port.with_members:
-            members = map_ports(port_members(self.regions, port), lambda one: _value(str(one), source(self.regions, one), one))
+            ports = port_members(self.regions, port)
+            members = map_ports(ports, lambda one: _value(str(one), find_source(self.regions, one), one))
             return Value(str(port), members=members, port=port)
-        found = _value(str(port), source(self.regions, port), port)
+        found = _value(str(port), find_source(self.regions, port), port)
         assert found is not None
         return found
 
@@ -321,7 +333,7 @@ class _Finder:
             if not isinstance(item, str) or item == "value" or item in self.inputs or item in self.kept:
                 continue
             relative = parse_relative(item)
-            port = relative or parse_port(local(item, self.p))
+            port = relative or parse_port(expand_address(item, self.p))
             names = set(NAMES.findall(_unsliced(port.path))) <= named
             if not port.each and (relative or (names and not is_pattern(NAMES.sub("", port.path)))):
                 continue
@@ -334,15 +346,15 @@ class _Finder:
                 paths = list(select(port.path, self.regions.candidates(port.path)))
             ports = [replace(port, path=path) for path in paths]
             if port.each:
-                ports = [one for p in ports for one in each(self.regions, p)]
+                ports = [one for p in ports for one in expand_ports(self.regions, p)]
             found[index] = list(map(str, ports))
             if len(found[index]) != len(places):
                 targets = [str(p.port) if p.port.keys else p.hit.key for p in places]
                 raise MatchError(
                     f"'{item}' matches {len(found[index])} places and '{self.rule.match.path}' {len(places)}; they are paired "
                     "in order, so the numbers must be equal\n"
-                    f"  from: {listed(found[index])}\n"
-                    f"  to:   {listed(targets)}"
+                    f"  from: {format_names(found[index])}\n"
+                    f"  to:   {format_names(targets)}"
                 )
         return found
 
@@ -361,7 +373,7 @@ def fill(text: str, caught: Mapping[str, str]) -> str:
     return NAMES.sub(lambda found: caught.get(found[1], found[0]), text)
 
 
-def reads(regions: Regions, path: str, name: str, mapped: bool = False) -> list[tuple[fx.Node, fx.Node]]:
+def find_reads(regions: Regions, path: str, name: str, mapped: bool = False) -> list[tuple[fx.Node, fx.Node]]:
     """Return the reads of a module's parameter by the graph itself: the node of the value and the one that uses it.
 
     A block that maps the parameter is no such use, unless with `mapped`. A tied parameter has several names; a use belongs to
@@ -403,23 +415,24 @@ def _value(address: str, node: fx.Node | None, port: Port, kind: Literal["port",
 
 def _check_each(gm: TracedModule, p: Pass, rule: Rule) -> None:
     """Raise MatchError for a pattern of several, or a name among several in braces, that matches nothing."""
-    views = regions_of(gm)
+    views = find_regions(gm)
     finders = [_Finder(regions, gm, p, rule) for regions in views]
     plain = not rule.match.op and rule.place != "param"  # then each hit is a place
-    known = {hit.pattern for regions in views for hit in hits(regions, rule.match)} if plain else set()
+    known = {hit.pattern for regions in views for hit in find_hits(regions, rule.match)} if plain else set()
     of = f", one of {len(rule.match.patterns)} paths," if len(rule.match.patterns) > 1 else ""
     for number, pattern in enumerate(rule.match.patterns):
         tried = {f"'{pattern}'{of}": pattern} if of and number not in known else {}
-        tried |= {f"'{name}' of the braces in '{pattern}'": text for name, text in each_name(pattern).items()}
+        tried |= {f"'{name}' of the braces in '{pattern}'": text for name, text in expand_names(pattern).items()}
         for what, text in tried.items():
             one = replace(rule.match, path=text)
-            near = ((finder, hit) for finder in finders for hit in hits(finder.regions, of_any_class(one)))
+            near = ((finder, hit) for finder in finders for hit in find_hits(finder.regions, without_classes(one)))
             found = ((finder, replace(hit, pattern=number)) for finder, hit in near)
             if not any(finder.places(hit) for finder, hit in found):
-                from .near_misses import misses
+                from .near_misses import describe_misses
 
-                head = f"{at(rule, p.name)}{what} matched 0 places, expected >=1"
-                raise MatchError("\n".join([head, *misses(views[0], one), "  (with expect: '>=0' it may match nothing)"]))
+                head = f"{format_prefix(rule, p.name)}{what} matched 0 places, expected >=1"
+                rows = [head, *describe_misses(views[0], one)]
+                raise MatchError("\n".join([*rows, "  (with expect: '>=0' it may match nothing)"]))
 
 
 def _clashes(sites: Sequence[Site]) -> None:

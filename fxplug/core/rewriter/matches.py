@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 from torch import fx, nn
 
-from ..errors import MatchError, brief_fields
+from ..errors import MatchError, format_fields
 from ..ir import functions
-from ..ir.graph import added
-from ..ir.regions import Region, Regions, listed
-from ..spec.addresses import Port, chosen, is_pattern, parse_port
+from ..ir.graph import is_added
+from ..ir.regions import Region, Regions, format_names
+from ..spec.addresses import Port, choose_names, is_pattern, parse_port
 from ..spec.rules import Match, Pass, Rule
 
 LAST = "last-layer"  # a path that stands for it
@@ -38,9 +38,9 @@ def last_layer(regions: Regions) -> str:
     if len(heads) == 1:
         return heads[0]
     if heads:
-        raise MatchError(f"this model has {len(heads)} last layers, {listed(heads)}: name the ones to change, at: [...]")
+        raise MatchError(f"this model has {len(heads)} last layers, {format_names(heads)}: name the ones to change, at: [...]")
     made = list(dict.fromkeys(path for paths, others in found for path in (*paths, *others)))
-    comes = f"its result is from {listed(made)}" if made else "its result is made of constants"
+    comes = f"its result is from {format_names(made)}" if made else "its result is made of constants"
     raise MatchError(
         f"this model has no single last layer: {comes}, not from one Linear or convolution; name the layer to change, at: ..., "
         "or build the model with one (timm's num_classes)"
@@ -58,7 +58,7 @@ def _made_of(regions: Regions, result: fx.Node, called: dict[fx.Node, Region]) -
             continue
         seen.add(node)
         region = called.get(node)
-        beside = str(node.meta["pass"].get("site", "")).partition("@")[0] if added(node) else ""
+        beside = str(node.meta["pass"].get("site", "")).partition("@")[0] if is_added(node) else ""
         if region is None and beside and beside in regions.calls:  # a block at a layer
             region = regions.calls[beside][0]
         if region is not None and _is_head(regions, region):
@@ -67,7 +67,7 @@ def _made_of(regions: Regions, result: fx.Node, called: dict[fx.Node, Region]) -
             others.setdefault(f"{region.path} ({regions.classes(region.path)[0]})")
         elif node.op in ("placeholder", "get_attr"):
             others.setdefault(str(node.target))
-        elif (name := functions.short_name(node.target).rstrip("_")) in ACTIVATIONS or any(
+        elif (name := functions.get_short_name(node.target).rstrip("_")) in ACTIVATIONS or any(
             value.op == "get_attr" for value in node.all_input_nodes
         ):
             at = next(reversed(node.meta.get("nn_module_stack") or {"": ""}))
@@ -95,15 +95,15 @@ class Hit:
     port: Port
     pattern: int
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
-def at(rule: Rule, name: str) -> str:
+def format_prefix(rule: Rule, name: str) -> str:
     """Return the prefix of an error about a rule."""
     return f"{rule.where}: {name}: " if str(rule.where) else f"{name}: "
 
 
-def hits(regions: Regions, match: Match) -> list[Hit]:
+def find_hits(regions: Regions, match: Match) -> list[Hit]:
     """Return the regions that a match admits, in the order of its patterns and of the run. `op` is ignored.
 
     A container that the model never calls (an `nn.ModuleList` of blocks) represents the regions in it. A bare name that is no
@@ -123,7 +123,7 @@ def hits(regions: Regions, match: Match) -> list[Hit]:
                 caught = all_linear(regions, known)
             else:
                 last = port.path == LAST and LAST not in known
-                caught = chosen(last_layer(regions) if last else port.path, known)
+                caught = choose_names(last_layer(regions) if last else port.path, known)
         else:
             names, caught, containers = {"": "", **names}, {"": {}}, {}
         rows = {k: caught[name] for k, name in names.items() if name in caught}
@@ -142,7 +142,7 @@ def hits(regions: Regions, match: Match) -> list[Hit]:
     return list(found.values())
 
 
-def composites(root: nn.Module) -> dict[str, nn.Module]:
+def find_composites(root: nn.Module) -> dict[str, nn.Module]:
     """Return the torch.nn modules that contain layers but are called as one, such as MultiheadAttention, by path."""
     containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     return {
@@ -152,17 +152,17 @@ def composites(root: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def catches_all(pattern: str) -> bool:
+def is_catch_all(pattern: str) -> bool:
     """Return whether a pattern names no place, but matches every region that the model calls."""
     return parse_port(pattern).path.lower() in ("*", "**", "re:.*", ALL_LINEAR)
 
 
-def of_any_class(match: Match) -> Match:
-    """Return the match without its module classes if its rule maps parameters, where `admitted` checks them."""
+def without_classes(match: Match) -> Match:
+    """Return the match without its module classes if its rule maps parameters, where `select_parameters` checks them."""
     return replace(match, module=()) if match.bare else match
 
 
-def admitted(regions: Regions, path: str, match: Match, pattern: str) -> list[str]:
+def select_parameters(regions: Regions, path: str, match: Match, pattern: str) -> list[str]:
     """Return the parameters of a module that a rule with place `param` maps, selected by a pattern for their names."""
     names = regions.parameters(path, pattern)
     if not match.bare or is_a(regions, path, match.module):
@@ -203,10 +203,11 @@ def is_a(regions: Regions, name: str, classes: Sequence[str | type]) -> bool:
     return not classes or any((c if isinstance(c, str) else c.__name__) in known for c in classes)
 
 
-def operations(region: Region, match: Match) -> list[fx.Node]:
+def find_operations(region: Region, match: Match) -> list[fx.Node]:
     """Return the operations of a region that `op` names: by short name, as function or method, or by public name."""
-    wanted = {op if isinstance(op, str) else functions.short_name(op) for op in match.op or ()}
-    return [n for n in region.nodes if functions.short_name(n.target) in wanted or functions.names().get(n.target) in wanted]
+    wanted = {op if isinstance(op, str) else functions.get_short_name(op) for op in match.op or ()}
+    public = functions.name_functions()
+    return [n for n in region.nodes if functions.get_short_name(n.target) in wanted or public.get(n.target) in wanted]
 
 
 def is_exact(match: Match, *names: str) -> bool:
@@ -219,7 +220,7 @@ HOLDERS = ("Sequential", "ModuleList", "ModuleDict", "Identity", "Dropout")  # a
 SHOWN = 3  # so many patterns are listed
 
 
-def unmatched_siblings(views: Sequence[Regions], p: Pass, matched: Iterable[tuple[Rule, str]]) -> str:
+def describe_unmatched(views: Sequence[Regions], p: Pass, matched: Iterable[tuple[Rule, str]]) -> str:
     """Say which layers are similar to the `matched` ones, each a rule and the path that it matched; empty for none.
 
     Similar is a layer of the same class that is in the same module as one that was taken, or has its name. Rules that match

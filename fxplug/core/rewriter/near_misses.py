@@ -9,53 +9,54 @@ from fnmatch import fnmatchcase
 
 from ..errors import FxplugError, did_you_mean
 from ..ir import functions
-from ..ir.regions import SHOWN, Regions, listed, no_region
-from ..spec.addresses import alternatives, is_bare, parse_port, select
+from ..ir.regions import SHOWN, Regions, explain_no_region, format_names
+from ..spec.addresses import expand_braces, is_bare, parse_port, select
 from ..spec.rules import Match, Pass, Rule
-from .matches import ALL_LINEAR, Hit, at, hits, of_any_class, operations
+from .matches import ALL_LINEAR, Hit, find_hits, find_operations, format_prefix, without_classes
 from .sites import Site
 
 
-def wrong_total(regions: Regions, p: Pass, found: Sequence[Site]) -> str:
+def describe_total(regions: Regions, p: Pass, found: Sequence[Site]) -> str:
     """Return the error message for a number of sites other than a whole pass expects."""
     if len(p.rules) == 1:
-        return wrong_count(regions, p, replace(p.rules[0], expect=p.expect), found)
+        return describe_count(regions, p, replace(p.rules[0], expect=p.expect), found)
     return f"{p.where or p.name}: {p.name}: its {len(p.rules)} rules matched {len(found)} places, expected {p.expect}"
 
 
-def wrong_count(regions: Regions, p: Pass, rule: Rule, found: Sequence[Site]) -> str:
+def describe_count(regions: Regions, p: Pass, rule: Rule, found: Sequence[Site]) -> str:
     """Return the error message for a number of sites other than a rule expects."""
     match = rule.match
     what = f"'{match.path}'" if isinstance(match.path, str) else str(list(match.path))
     op, count = rule.expect
-    head = f"{at(rule, p.name)}{what} matched {len(found)} place{'s' * (len(found) != 1)}, expected {op}{count}"
+    head = f"{format_prefix(rule, p.name)}{what} matched {len(found)} place{'s' * (len(found) != 1)}, expected {op}{count}"
     if found:
         more = [f"  ... {len(found) - 2 * SHOWN} more"] if len(found) > 2 * SHOWN else []
         return "\n".join([head, *(f"  {s.node or s.path}" for s in found[: 2 * SHOWN]), *more])
-    near = hits(regions, match) if rule.place == "param" else []
+    near = find_hits(regions, match) if rule.place == "param" else []
     if rule.place == "param" and match.bare and not near:
-        others = hits(regions, of_any_class(match))
+        others = find_hits(regions, without_classes(match))
         own = {name for hit in others for name in _own(regions, hit)}
         near = others if own and not any(fnmatchcase(name, rule.port or "weight") for name in own) else []
     if near:
         rows = [f"    {regions.by_key[h.key].path}: {', '.join(_own(regions, h)) or 'none'}" for h in near[:SHOWN]]
         return "\n".join([head, f"  none of {len(near)} regions has a parameter '{rule.port or 'weight'}'; they have", *rows])
-    return "\n".join([head, *misses(regions, match)])
+    return "\n".join([head, *describe_misses(regions, match)])
 
 
 def _own(regions: Regions, hit: Hit) -> list[str]:
     return regions.parameters(regions.by_key[hit.key].path, "*")
 
 
-def misses(regions: Regions, match: Match) -> list[str]:
+def describe_misses(regions: Regions, match: Match) -> list[str]:
     """Describe which condition failed, and the nearest misses."""
-    if match.within and (around := [h.key for h in hits(regions, Match(match.path))]):
+    if match.within and (around := [h.key for h in find_hits(regions, Match(match.path))]):
         wanted = [c if isinstance(c, str) else c.__name__ for c in match.within]
         below = [k for k in regions.ran if any(k.startswith(f"{a}.") or not a for a in around)]
         classes = sorted({regions.classes(regions.by_key[k].path)[0] for k in below})
-        return [f"  within {listed(around)} there is no {' or '.join(wanted)}; there are {', '.join(classes) or 'no layers'}"]
-    by_path = [h.key for h in hits(regions, Match(match.path))]
-    by_class = [h.key for h in hits(regions, Match("**", match.module))] if match.module else []
+        there = ", ".join(classes) or "no layers"
+        return [f"  within {format_names(around)} there is no {' or '.join(wanted)}; there are {there}"]
+    by_path = [h.key for h in find_hits(regions, Match(match.path))]
+    by_class = [h.key for h in find_hits(regions, Match("**", match.module))] if match.module else []
     if match.module and not by_class:
         classes = sorted({regions.classes(regions.by_key[k].path)[0] for k in regions.ran})
         wanted = [c if isinstance(c, str) else c.__name__ for c in match.module]
@@ -66,14 +67,14 @@ def misses(regions: Regions, match: Match) -> list[str]:
     if match.module and not set(by_path) & set(by_class):
         rows = [f"    {k} ({regions.classes(regions.by_key[k].path)[0]})" for k in by_path[:SHOWN]]
         what = f"  the class does not match: {len(by_path)} place{'s' * (len(by_path) != 1)} match the path, for example"
-        return [what, *rows, *_below(regions, match), f"  of that class there are: {listed(by_class)}"]
-    everywhere = [n for r in regions.by_key.values() for n in operations(r, match)]
+        return [what, *rows, *_below(regions, match), f"  of that class there are: {format_names(by_class)}"]
+    everywhere = [n for r in regions.by_key.values() for n in find_operations(r, match)]
     if everywhere:
-        return [f"  the path does not match: the operation is at {listed([n.name for n in everywhere])}"]
-    known = sorted({functions.short_name(n.target) for r in regions.by_key.values() for n in r.nodes})
-    names = [op if isinstance(op, str) else functions.short_name(op) for op in match.op or ()]
+        return [f"  the path does not match: the operation is at {format_names([n.name for n in everywhere])}"]
+    known = sorted({functions.get_short_name(n.target) for r in regions.by_key.values() for n in r.nodes})
+    names = [op if isinstance(op, str) else functions.get_short_name(op) for op in match.op or ()]
     if not names:
-        return [f"  {listed(by_path)} ran, and is no single operation any more: another pass has opened it"]
+        return [f"  {format_names(by_path)} ran, and is no single operation any more: another pass has opened it"]
     return [f"  no operation {', '.join(names)} here{did_you_mean(names[0], known)}; there are {', '.join(known)}"]
 
 
@@ -82,7 +83,7 @@ def _below(regions: Regions, match: Match) -> list[str]:
     for pattern in match.patterns:
         if not pattern.startswith("re:") and ":" not in pattern and not pattern.endswith("**"):
             deeper = f"{pattern}*" if pattern.split(".")[-1] == "*" else f"{pattern}.**"
-            if count := len(hits(regions, replace(match, path=deeper))):
+            if count := len(find_hits(regions, replace(match, path=deeper))):
                 return [f"  inside of these there are some: '{deeper}' matches {_places(count)}"]
     return []
 
@@ -93,11 +94,11 @@ def _near_paths(regions: Regions, match: Match, pattern: str, by_class: list[str
         classes = ", ".join(sorted({regions.classes(regions.by_key[k].path)[0] for k in regions.ran})) or "none"
         return [f"  the model calls no Linear that '{ALL_LINEAR}' could mean; the classes here are {classes}"]
     if is_bare(path):
-        return [f"  {_no_end(regions, one)}" for one in alternatives(path)[:SHOWN]]
+        return [f"  {_no_end(regions, one)}" for one in expand_braces(path)[:SHOWN]]
     modules = [name for name, _ in regions.root.named_modules(remove_duplicate=False)]
     uncalled = list(select(path, [m for m in modules if m and not regions.inserted(m)]))
     if uncalled:
-        return [f"  {no_region(regions, uncalled[0])}"]
+        return [f"  {explain_no_region(regions, uncalled[0])}"]
     if meant := _meant(regions, match, pattern):
         return [f"  {meant}"]
     pool = by_class or regions.ran
@@ -110,7 +111,7 @@ def _near_paths(regions: Regions, match: Match, pattern: str, by_class: list[str
 
 def _no_end(regions: Regions, path: str) -> str:
     """Return why a bare name is no region, nor the end of one."""
-    found, depth = no_region(regions, path), path.count(".") + 1
+    found, depth = explain_no_region(regions, path), path.count(".") + 1
     if "did you mean" in found or "never called" in found or "replaced" in found:
         return found
     ends = dict.fromkeys(".".join(name.split(".")[-depth:]) for name in regions.ran)
@@ -125,7 +126,7 @@ def _meant(regions: Regions, match: Match, pattern: str) -> str:
         anywhere = f"re:.*(?:{expression})" if "|" in expression else f"re:.*{expression}"
         must = "a regular expression must match from the start of a path"
     try:
-        count = len(hits(regions, replace(match, path=anywhere)))
+        count = len(find_hits(regions, replace(match, path=anywhere)))
     except FxplugError:  # a slice that goes beyond what is there
         return ""
     return f"{must}: '{anywhere}' matches {_places(count)}" if count else ""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.isolation import unchanged
+from ..capture.isolation import forbid_mutation
 from ..errors import FxplugError, SpecError, did_you_mean
 from ..ir.traced_module import TracedModule
 from ..reading import read_json
@@ -18,7 +18,7 @@ from ..spec.pass_file import import_target
 from ..spec.rules import Pass, is_target
 
 
-def network_module(gm: TracedModule, p: Pass, name: str, spec: Mapping[str, Any]) -> nn.Module:
+def make_network(gm: TracedModule, p: Pass, name: str, spec: Mapping[str, Any]) -> nn.Module:
     """Return the module of a network: a given one, a diffusers folder or configuration, or one made from the host.
 
     A new one is moved to the model's device. Raises SpecError for a given one on a device without any of the model's
@@ -47,7 +47,7 @@ def _made(gm: TracedModule, p: Pass, use: Any, options: Mapping[str, Any], what:
     if "." in use.partition(":")[2] and not isinstance(import_target(use.rpartition(".")[0], p.where), type):
         raise SpecError(f"{what}: '{use}' must be a function, a class or a classmethod")
     try:
-        with unchanged(gm, f"{what}: {use}") as before, _like(gm), before:
+        with forbid_mutation(gm, f"{what}: {use}") as before, _like(gm), before:
             made = make(gm, **options)
     except FxplugError as error:
         finding = getattr(error, "finding", str(error))

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..capture.fake_tensors import quiet
-from ..capture.isolation import unchanged
-from ..errors import ClashError, MatchError, SpecError, TraceError, did_you_mean, shown
+from ..capture.fake_tensors import silence_torch
+from ..capture.isolation import forbid_mutation
+from ..errors import ClashError, MatchError, SpecError, TraceError, did_you_mean, quote
 from ..ir import ops
 from ..ir.containers import Container
 from ..ir.graph import Graph, copy_graph, insert
-from ..ir.regions import Regions, each, find_input, members, source
+from ..ir.regions import Regions, expand_ports, find_input, find_source, list_member_ports
 from ..ir.traced_module import TracedModule, strip_to_container
 from ..spec.addresses import WHOLE, Port, is_pattern, parse_port, select
 from ..spec.rules import Pass
-from .graft import Graft, head, traced
-from .sites import input_name, local, own_inputs
+from .graft import Graft, find_last_input, trace_module
+from .sites import expand_address, get_own_inputs, name_input
 
 
 def factors(size: int | str) -> list[int | str]:
@@ -36,7 +36,7 @@ def factors(size: int | str) -> list[int | str]:
 
 def named_sizes(gm: TracedModule, p: Pass) -> tuple[dict[str, int], dict[str, list[int]]]:
     """Return the values of the names in the shapes of a pass's inputs; and the candidates for unbound ones."""
-    own = own_inputs(gm, p)
+    own = get_own_inputs(gm, p)
     bound: dict[str, int] = {}
     placeholders = {str(n.target): n for n in gm.graph.nodes if n.op == "placeholder"}
     for name in p.inputs.keys() - own.keys():
@@ -86,7 +86,7 @@ def _with_gates(gm: TracedModule, p: Pass) -> Pass:
     of = [rule.options.get("rank", 8) if rank is None else rank for rank, rule in zip(given, p.rules, strict=True)]
     for rank in of:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            raise SpecError(f"{p.name}: rank_max must be a whole number, 1 or more, not {shown(rank)}", where=p.where)
+            raise SpecError(f"{p.name}: rank_max must be a whole number, 1 or more, not {quote(rank)}", where=p.where)
     beside = [rank for rank, rule in zip(of, p.rules, strict=True) if rule.place != "param"]  # others read no rows
     first, *others = dict.fromkeys(beside or of[:1])
     results = {first: 0, **{rank: 2 + n for n, rank in enumerate(others)}}  # which result of `Table` has the rows of a rank
@@ -133,9 +133,9 @@ def join(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
     p = _with_gates(gm, p)
     if not p.inputs and not p.networks:
         return gm, p
-    from .network_sources import network_module
+    from .network_sources import make_network
 
-    modules = {name: network_module(gm, p, name, spec) for name, spec in p.networks.items()}
+    modules = {name: make_network(gm, p, name, spec) for name, spec in p.networks.items()}
     failed: TraceError | None = None
     tried = []
     differences = "".join(_differences(gm, name, module) for name, module in modules.items())
@@ -143,7 +143,7 @@ def join(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
     for choice in itertools.product(*free.values()):
         sizes = {**bound, **dict(zip(free, choice, strict=True))}
         try:
-            with quiet(), unchanged(gm, f"a network ({', '.join(modules)})"):
+            with silence_torch(), forbid_mutation(gm, f"a network ({', '.join(modules)})"):
                 return _join(gm, p, modules, sizes), p
         except (MatchError, SpecError) as error:
             raise type(error)(f"{p.name}: {getattr(error, 'finding', error)}") from None
@@ -181,7 +181,7 @@ def _join(gm: TracedModule, p: Pass, modules: Mapping[str, nn.Module], sizes: Ma
     for name, module in modules.items():
         first = next(iter(graphs.values()))
         given = _Arguments(gm, first, p, name, module).bound()
-        sub = traced(module, given.args, given.kwargs, f"network '{name}' ({type(module).__name__})")
+        sub = trace_module(module, given.args, given.kwargs, f"network '{name}' ({type(module).__name__})")
         _place(tree, p.name, name, sub, gm.training)
         if len(sub.graphs) > len(graphs):  # the network alone tells training from evaluation
             graphs[not next(iter(graphs))] = copy_graph(first)
@@ -215,10 +215,10 @@ def _add_inputs(gm: TracedModule, graph: Graph, p: Pass, sizes: Mapping[str, int
     """Add new arguments to the model, each with a check and an edge, like its own inputs."""
     dtypes = [n.meta["dtype"] for n in graph.nodes if n.op == "placeholder" and "dtype" in n.meta]
     floating = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
-    alone = find_bare_names(own_inputs(gm, p))
-    for name, spec in own_inputs(gm, p).items():
+    alone = find_bare_names(get_own_inputs(gm, p))
+    for name, spec in get_own_inputs(gm, p).items():
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        called = input_name(gm, p, name)
+        called = name_input(gm, p, name)
         if called in {str(n.target).lstrip("*") for n in placeholders}:
             raise ClashError(f"{p.name}: the model has an argument '{called}' already; give the pass another name")
         last = placeholders[-1]
@@ -234,7 +234,7 @@ def _add_inputs(gm: TracedModule, graph: Graph, p: Pass, sizes: Mapping[str, int
         expected, text = _expected(node, p, spec, own, sizes, alone)
         like = next((n for n in placeholders if "shape" in n.meta), None)
         args = (node, called, expected, text, spec["default"] is None, None if shape is None else dtype, like)
-        after = max([head(graph), *(n for n in graph.nodes if n.target in CHECKS)])
+        after = max([find_last_input(graph), *(n for n in graph.nodes if n.target in CHECKS)])
         check = insert(graph, "call_function", ops.check_added, args, after=after, meta={**meta, "effect": True})
         meta |= {"port": Port("", "in", (called,)), "index": len(placeholders), "pass": {**made_by, "region": True}}
         edge = insert(graph, "call_function", ops.edge, (check,), after=check, name=f"in_{called}", meta=meta)
@@ -309,7 +309,7 @@ class _Arguments:
         """Return the model's own input of that name, with its members."""
         rows = [port for port, _, _ in self.regions.by_key[""].inputs if port.keys[0] == name]
         if rows:
-            return self.nodes(members(self.regions, Port("", "in", (name, WHOLE))))
+            return self.nodes(list_member_ports(self.regions, Port("", "in", (name, WHOLE))))
         return self.regions.constants.get(name)
 
     def value(self, item: Any) -> Any:
@@ -317,9 +317,9 @@ class _Arguments:
             return tuple(self.value(part) for part in item)
         if not isinstance(item, str):
             return item
-        if item in own_inputs(self.gm, self.p):
-            return source(self.regions, Port("", "in", (input_name(self.gm, self.p, item),)))
-        port = parse_port(local(item, self.p))
+        if item in get_own_inputs(self.gm, self.p):
+            return find_source(self.regions, Port("", "in", (name_input(self.gm, self.p, item),)))
+        port = parse_port(expand_address(item, self.p))
         if is_pattern(port.path):
             paths = select(port.path, self.regions.candidates(port.path))
             if not paths:
@@ -329,12 +329,12 @@ class _Arguments:
 
     def at(self, port: Port) -> Any:
         if port.each:
-            return tuple(self.at(one) for one in each(self.regions, port))
-        return self.nodes(members(self.regions, port)) if port.with_members else source(self.regions, port)
+            return tuple(self.at(one) for one in expand_ports(self.regions, port))
+        return self.nodes(list_member_ports(self.regions, port)) if port.with_members else find_source(self.regions, port)
 
     def nodes(self, ports: Any) -> Any:
         if isinstance(ports, Port):
-            return source(self.regions, ports)
+            return find_source(self.regions, ports)
         if isinstance(ports, Mapping):
             return {k: self.nodes(v) for k, v in ports.items()}
         return tuple(map(self.nodes, ports)) if isinstance(ports, tuple) else ports

@@ -12,29 +12,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..capture.isolation import in_mode
+from ..capture.isolation import switch_mode
 from ..capture.self_check import ValueNotSaved, save_nothing
-from ..errors import TraceError, VerifyError, first_line
-from ..ir.comparison import REWRITTEN, Call, Outcome, copied, is_close
-from ..ir.containers import leaves, map_leaves, named_tensors
-from ..ir.regions import listed
+from ..errors import TraceError, VerifyError, get_first_line
+from ..ir.comparison import REWRITTEN, Call, Outcome, copy_inputs, is_close
+from ..ir.containers import list_leaves, list_tensors, map_leaves
+from ..ir.regions import format_names
 from ..ir.traced_module import TracedModule
 from ..quantised import is_packed
 from ..spec.rules import Match, Pass, Rule
 from ..torch_internals.modules import DropoutNd, NormBase
 from ..torch_internals.tensors import version
-from .matches import composites
+from .matches import find_composites
 from .probe import (
     GraphRun,
     Recorder,
     Unchecked,
+    bind_placeholders,
     check_writes,
-    constant_output_note,
+    find_gradient_leaves,
     is_differentiable,
-    leaves_with_gradient,
     locate_error,
-    placeholder_values,
-    replaced,
+    note_constant_output,
+    replace_tensors,
 )
 
 
@@ -171,7 +171,7 @@ def _call(module: TracedModule, call: Call) -> Any:
 
 def _run_isolated(module: TracedModule, call: Call) -> Any:
     """Run a graph node by node; what passes put in draws its random numbers beside those of the model."""
-    run = GraphRun(module, module.graph, placeholder_values(module.graph, call))
+    run = GraphRun(module, module.graph, bind_placeholders(module.graph, call))
     for node in module.graph.nodes:
         put_in = node.meta.get("pass", {})
         opened = put_in.get("region") and put_in.get("place") == "param"  # a layer of the model, as its code
@@ -193,20 +193,20 @@ class _Comparison:
         written: set[str] | None,
     ) -> None:
         self.gm, self.new, self.inputs, self.entries, self.written = gm, new, call, entries, written
-        self.tensors = {module: dict(named_tensors(module)) for module in (gm, new)}
+        self.tensors = {module: dict(list_tensors(module)) for module in (gm, new)}
         self.old_call: Call = (call[0], {k: v for k, v in call[1].items() if k not in added})
 
     def applies(self, mode: CallMode) -> bool:
         """Return whether this way of calling can reveal differences that evaluation does not."""
         if mode.channels_last:
-            tensors = (t for t in leaves(self.old_call) if isinstance(t, torch.Tensor))
+            tensors = (t for t in list_leaves(self.old_call) if isinstance(t, torch.Tensor))
             return any(_channels_last(t) is not t for t in tensors) and _has_space(self.new)
         return not mode.training or _knows_mode(self.gm) or _knows_mode(self.new)
 
     def check(self, mode: CallMode) -> str | None:
         """Compare one way of calling. Gives a note, which begins with 'not ' where nothing could be compared."""
         try:
-            with in_mode(mode.training, self.gm, self.new):
+            with switch_mode(mode.training, self.gm, self.new):
                 return self.compare(mode)
         except TraceError:
             return f"not checked {mode.label}: the model could not be traced in that mode"
@@ -215,7 +215,7 @@ class _Comparison:
         try:
             base = self.call(self.gm, mode)
         except Exception as error:  # the model's
-            text = f"{type(error).__name__}: {first_line(error)}"
+            text = f"{type(error).__name__}: {get_first_line(error)}"
             if mode is not CALL_MODES[0]:
                 return f"not checked {mode.label}: the model itself fails there ({text})"
             raise VerifyError(f"the model fails on these inputs without any pass: {text}") from error
@@ -223,7 +223,7 @@ class _Comparison:
             new = self.call(self.new, mode)
         except Exception as error:  # the rewritten model's: its blocks may be the user's
             raise self.locate_failure(mode, error) from error
-        note = "" if mode is not CALL_MODES[0] else constant_output_note(base[0].out)
+        note = "" if mode is not CALL_MODES[0] else note_constant_output(base[0].out)
         finding = first_difference(base, new)
         if finding is None:
             return note or None
@@ -250,24 +250,24 @@ class _Comparison:
         call, names = self.inputs if module is self.new else self.old_call, self.old_call[1].keys()
         if mode.channels_last:
             call = map_leaves(call, lambda t, _: _channels_last(t))
-        tensors = self.tensors.get(module) or dict(named_tensors(module))
+        tensors = self.tensors.get(module) or dict(list_tensors(module))
         own = {id(t): t for name, t in tensors.items() if self.may_write(name, t)}
-        copies = dict(zip(own, copied(list(own.values())), strict=True))
+        copies = dict(zip(own, copy_inputs(list(own.values())), strict=True))
         state = {name: copies.get(id(t), t) for name, t in tensors.items()}
         takes_gradients = self.written is not None and INPUTS not in self.written
         found = []
-        with torch.random.fork_rng(), replaced(module, copies):
+        with torch.random.fork_rng(), replace_tensors(module, copies):
             torch.manual_seed(0)
             for grad in mode.grads:
-                arguments = copied(call)
-                sources = {id(t): f"input {n}" for n, t in enumerate(leaves(arguments)) if grad and is_differentiable(t)}
-                for t in leaves(arguments) if takes_gradients else ():
+                arguments = copy_inputs(call)
+                sources = {id(t): f"input {n}" for n, t in enumerate(list_leaves(arguments)) if grad and is_differentiable(t)}
+                for t in list_leaves(arguments) if takes_gradients else ():
                     if id(t) in sources:
                         t.requires_grad_()
                 with torch.inference_mode(False), torch.set_grad_enabled(grad), saving:
                     outcome = _CallOutcome(run(module, arguments), (arguments[0], {k: arguments[1][k] for k in names}))
                 if grad:
-                    reached = leaves_with_gradient(outcome.out)
+                    reached = find_gradient_leaves(outcome.out)
                     outcome.reached = {name for name, t in state.items() if id(t) in reached}
                     outcome.reached |= {name for i, name in sources.items() if i in reached and takes_gradients}
                 outcome.state = {f"'{name}'": state[name] for name, t in tensors.items() if id(t) in own}
@@ -294,7 +294,7 @@ class _Comparison:
                 close = is_close([one.out for one in base], [one.out for one in control], REWRITTEN)
                 if close and first_difference(control, ours) is None:
                     kinds = " and ".join(dict.fromkeys(found.values()))
-                    text = f"outputs agree within rounding where {listed(list(found))} was opened: {kinds} computes "
+                    text = f"outputs agree within rounding where {format_names(list(found))} was opened: {kinds} computes "
                     return text + "in another order there" + (f"; {drawn}" if draws else "")
         return None
 
@@ -304,12 +304,12 @@ class _Comparison:
         runs: list[GraphRun] = []
 
         def by_nodes(module: TracedModule, call: Call) -> Any:
-            runs.append(GraphRun(module, module.graph, placeholder_values(module.graph, call)))
+            runs.append(GraphRun(module, module.graph, bind_placeholders(module.graph, call)))
             return runs[-1].finish()
 
         with contextlib.suppress(Exception):  # the model's again, which was caught before
             self.call(self.new, mode, by_nodes)
-            return VerifyError(f"the rewritten model fails{mode.which(0)}: {type(error).__name__}: {first_line(error)}")
+            return VerifyError(f"the rewritten model fails{mode.which(0)}: {type(error).__name__}: {get_first_line(error)}")
         return locate_error(runs[-1], error)
 
     def raise_located(self, mode: CallMode, finding: _CallDifference) -> str:
@@ -317,7 +317,7 @@ class _Comparison:
         recorders: list[Recorder] = []
 
         def by_nodes(module: TracedModule, call: Call) -> Any:
-            recorders.append(Recorder(GraphRun(module, module.graph, placeholder_values(module.graph, call))))
+            recorders.append(Recorder(GraphRun(module, module.graph, bind_placeholders(module.graph, call))))
             return recorders[-1].finish()
 
         found = []
@@ -371,14 +371,14 @@ def _opened(gm: TracedModule, new: TracedModule) -> dict[str, str]:
     paths = {str(made_by.get("site", "")).partition("@")[0] for made_by in put_in}  # an input of a pass has no site
     kept = {str(n.target) for n in gm.graph.nodes if n.op == "call_module"}
     around = {".".join(path.split(".")[:n]) for path in paths for n in range(1, path.count(".") + 2)}
-    whole = {path: type(module).__name__ for path, module in composites(gm).items() if path in around}
+    whole = {path: type(module).__name__ for path, module in find_composites(gm).items() if path in around}
     return {path: kind for path, kind in whole.items() if any(f"{path}.".startswith(f"{one}.") for one in kept)}
 
 
 def _as_opened(gm: TracedModule, paths: Iterable[str]) -> TracedModule:
     """Return the model with these composites opened, and nothing else changed."""
-    from .opening import opened  # which few models need
+    from .opening import open_composites  # which few models need
 
     for path in paths:
-        gm = opened(gm, {path}, Pass("opened_for_comparison", [Rule(Match(path), args=("y",))]))
+        gm = open_composites(gm, {path}, Pass("opened_for_comparison", [Rule(Match(path), args=("y",))]))
     return gm

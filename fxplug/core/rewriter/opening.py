@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 from torch import fx, nn
 
 from ..ir.graph import Graph, copy_graph
-from ..ir.regions import Regions, regions_of
+from ..ir.regions import Regions, find_regions
 from ..ir.traced_module import TracedModule, strip_to_container
 from ..spec.rules import Pass, Rule
 from .graft import DiffersBetweenModes, OpenedGraph, Traces
-from .matches import admitted, catches_all, composites, hits, of_any_class
+from .matches import find_composites, find_hits, is_catch_all, select_parameters, without_classes
 
 
 def open_for(gm: TracedModule, p: Pass) -> TracedModule:
@@ -20,12 +20,12 @@ def open_for(gm: TracedModule, p: Pass) -> TracedModule:
     A pattern that names no place (`**`, `all-linear`) opens nothing. Raises TraceError or SpecError for one whose code cannot
     be recorded.
     """
-    while paths := [path for regions in regions_of(gm) for path in _named(regions, p)]:
-        gm = opened(gm, set(paths), p)
+    while paths := [path for regions in find_regions(gm) for path in _named(regions, p)]:
+        gm = open_composites(gm, set(paths), p)
     return gm
 
 
-def opened(gm: TracedModule, paths: Collection[str], p: Pass) -> TracedModule:
+def open_composites(gm: TracedModule, paths: Collection[str], p: Pass) -> TracedModule:
     """Return the traced module with the calls of these modules replaced by their code, as part of a pass."""
     tree, traces = strip_to_container(gm), Traces()
 
@@ -47,10 +47,10 @@ def opened(gm: TracedModule, paths: Collection[str], p: Pass) -> TracedModule:
     return gm.derived(tree, graphs)
 
 
-def unopened(regions: Regions) -> dict[str, list[str]]:
+def find_unopened(regions: Regions) -> dict[str, list[str]]:
     """Return the composites that a graph calls, each with the paths of the modules in it."""
     leaves = {region.path for region in regions.by_key.values() if region.leaf is not None and region.path}
-    known = {path: module for path, module in composites(regions.root).items() if path in leaves}
+    known = {path: module for path, module in find_composites(regions.root).items() if path in leaves}
     return {path: [f"{path}.{name}" for name, _ in module.named_modules() if name] for path, module in known.items()}
 
 
@@ -61,19 +61,19 @@ def reads_weights_directly(root: nn.Module, path: str) -> bool:
 
 def _named(regions: Regions, p: Pass) -> list[str]:
     """Return the composites of a graph in which a rule names a module that it can act on."""
-    inside = {inner: path for path, names in unopened(regions).items() for inner in names}
+    inside = {inner: path for path, names in find_unopened(regions).items() for inner in names}
     known = regions.with_modules(inside)
     return [
         inside[hit.key]
         for rule in p.rules
         if inside and not rule.match.op
-        for hit in hits(known, of_any_class(rule.match))
-        if hit.key in inside and not catches_all(rule.match.patterns[hit.pattern]) and _acts(known, rule, hit.key)
+        for hit in find_hits(known, without_classes(rule.match))
+        if hit.key in inside and not is_catch_all(rule.match.patterns[hit.pattern]) and _acts(known, rule, hit.key)
     ]
 
 
 def _acts(regions: Regions, rule: Rule, path: str) -> bool:
     """Return whether a rule can act on a module in a composite, once that is open."""
     if rule.place == "param":
-        return bool(admitted(regions, path, rule.match, rule.port or "weight"))
+        return bool(select_parameters(regions, path, rule.match, rule.port or "weight"))
     return not reads_weights_directly(regions.root, path)

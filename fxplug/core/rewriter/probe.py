@@ -12,8 +12,8 @@ import torch
 from torch import fx, nn
 
 from ..errors import FxplugError, VerifyError
-from ..ir.comparison import Call, equal
-from ..ir.containers import leaves, named_tensors
+from ..ir.comparison import Call, is_equal
+from ..ir.containers import list_leaves, list_tensors
 from ..ir.ops import AddedInput
 from ..ir.traced_module import TracedModule
 from ..quantised import WithoutValues, is_own_layer
@@ -72,7 +72,7 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if type(value) is tuple else value
 
 
-def placeholder_values(graph: fx.Graph, call: Any) -> list[Any]:
+def bind_placeholders(graph: fx.Graph, call: Any) -> list[Any]:
     """Get what each placeholder is in a call, as the generated function's signature would bind its arguments."""
     nodes = [n for n in graph.nodes if n.op == "placeholder"]
     kinds: dict[str, Any] = {"*": inspect.Parameter.VAR_POSITIONAL, "**": inspect.Parameter.VAR_KEYWORD}
@@ -94,19 +94,19 @@ def placeholder_values(graph: fx.Graph, call: Any) -> list[Any]:
     return [bound.arguments[row.name] for row in rows]
 
 
-def empty(tensor: torch.Tensor, device: str | None = None) -> torch.Tensor:
+def make_empty(tensor: torch.Tensor, device: str | None = None) -> torch.Tensor:
     """Return an uninitialised tensor of the same geometry; a fake one inside a fake mode, where meta ones pass for real."""
     device = device or ("cpu" if tensor.is_meta else str(tensor.device))
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+def make_meta(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same geometry on the meta device."""
-    return empty(tensor, "meta")
+    return make_empty(tensor, "meta")
 
 
 @contextlib.contextmanager
-def swapped(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+def swap_weights(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
     """Put `make(tensor)`, which has no values, in the place of every weight; gives the new ones by name."""
     held: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for parent in list(module.modules()):
@@ -114,9 +114,9 @@ def swapped(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> 
             held.append((parent._modules, dict(parent._modules)))
             parent._modules.update(layers)
     try:
-        by_name = dict(named_tensors(module))
+        by_name = dict(list_tensors(module))
         made = {id(tensor): make(tensor) for tensor in {id(t): t for t in by_name.values()}.values()}
-        with replaced(module, made):
+        with replace_tensors(module, made):
             yield {name: made[id(tensor)] for name, tensor in by_name.items()}
     finally:
         for table, original in held:
@@ -124,7 +124,7 @@ def swapped(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 @contextlib.contextmanager
-def replaced(module: nn.Module, new: Mapping[int, torch.Tensor]) -> Iterator[None]:
+def replace_tensors(module: nn.Module, new: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """Put other tensors in the place of some that a module holds, by the id of these; what it assigns meanwhile is undone."""
     held: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for child in module.modules():
@@ -155,9 +155,9 @@ def _functions_behind(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
             todo.extend(new)
 
 
-def leaves_with_gradient(out: Any) -> set[int]:
+def find_gradient_leaves(out: Any) -> set[int]:
     """Return the ids of the leaf tensors that a gradient of a result would reach."""
-    tensors = [t for t in leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
+    tensors = [t for t in list_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
     return {id(t) for t in tensors} | {id(f.variable) for f in _functions_behind(tensors) if hasattr(f, "variable")}
 
 
@@ -174,8 +174,8 @@ def find_gradient_cut(run: GraphRun, start: fx.Node) -> fx.Node | None:
         given = [run.env[a] for a in node.all_input_nodes if a in reached]
         if not given:
             continue
-        results = [t for t in leaves(run.env.get(node)) if isinstance(t, torch.Tensor)]
-        goals = [t if t.grad_fn is None else t.grad_fn for t in leaves(given) if isinstance(t, torch.Tensor)]
+        results = [t for t in list_leaves(run.env.get(node)) if isinstance(t, torch.Tensor)]
+        goals = [t if t.grad_fn is None else t.grad_fn for t in list_leaves(given) if isinstance(t, torch.Tensor)]
         if any(has_gradient_path(t, goal) for t in results for goal in goals):
             reached.add(node)
         elif "pass" in node.meta and node.op == "call_module":
@@ -248,7 +248,7 @@ def is_differentiable(value: Any) -> bool:
 def _digest(value: Any) -> Any:
     """Return a digest that distinguishes values of a node: shapes, dtypes and a checksum, in which 0 and -0 are equal."""
     rows = []
-    for t in leaves(value):
+    for t in list_leaves(value):
         if isinstance(t, torch.Tensor):
             plain = t.detach()
             plain = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
@@ -286,7 +286,7 @@ class Recorder:
         self.digests[node.name] = _digest(out)
         if [_digest(t) for t in given] != digests:
             self.writers.append(node)
-        results = [t for t in leaves(out) if isinstance(t, torch.Tensor)]
+        results = [t for t in list_leaves(out) if isinstance(t, torch.Tensor)]
         same = [i for i, d in enumerate(digests) for t in results[:1] if _digest(t) == d]
         if node.op == "call_module" and not same:
             self.louder.add(node)
@@ -319,7 +319,7 @@ def check_writes(gm: TracedModule, new: TracedModule, call: Call) -> Iterator[No
     """See that what the calls got copies of is not written by another way. Raises VerifyError."""
     kinds = [("parameter", gm.named_parameters()), ("buffer", gm.named_buffers())]
     named = [(f"the {kind} '{name}' of the model", t) for kind, tensors in kinds for name, t in tensors]
-    given = [("an input", t) for t in leaves(call) if isinstance(t, torch.Tensor)]
+    given = [("an input", t) for t in list_leaves(call) if isinstance(t, torch.Tensor)]
     watched = [(what, t, version(t)) for what, t in [*named, *given] if not t.is_inference()]
     yield
     changed = [what for what, t, before in watched if version(t) != before]
@@ -327,11 +327,11 @@ def check_writes(gm: TracedModule, new: TracedModule, call: Call) -> Iterator[No
         raise VerifyError(f"a block writes to {changed[0]}: a block must not change the model's tensors")
 
 
-def constant_output_note(out: Any) -> str:
+def note_constant_output(out: Any) -> str:
     """Return a note if the outputs make a comparison weak. Raises Unchecked if they are all NaN."""
-    tensors = [t for t in leaves(out) if is_differentiable(t) and t.numel() > 1 and t.layout == torch.strided]
+    tensors = [t for t in list_leaves(out) if is_differentiable(t) and t.numel() > 1 and t.layout == torch.strided]
     if tensors and all(t.isnan().all() for t in tensors):
         raise Unchecked("every output of the model is NaN on these inputs, so there is nothing to compare")
-    if tensors and all(equal(t, t.flatten()[:1].expand(t.numel()).view(t.shape)) for t in tensors):
+    if tensors and all(is_equal(t, t.flatten()[:1].expand(t.numel()).view(t.shape)) for t in tensors):
         return "every output has the same value everywhere, which may hide a change before it"
     return ""

@@ -7,9 +7,9 @@ from functools import partial
 from torch import fx
 
 from ..errors import SpecError, did_you_mean
-from ..extensions import derivation_of
+from ..extensions import get_derivation
 from ..ir.graph import Graph, erase, redirect
-from ..ir.traced_module import TracedModule, check_traced, copied_graphs, strip_to_container
+from ..ir.traced_module import TracedModule, check_traced, copy_graphs, strip_to_container
 
 
 def remove(module: TracedModule, name: str) -> TracedModule:
@@ -37,7 +37,7 @@ def remove(module: TracedModule, name: str) -> TracedModule:
     check_traced(module, "remove")
     if "unmerged" in module.meta:
         raise SpecError(f"'{name}' is merged into the weights: remove it from what fxplug.unmerge(module) gives")
-    if (derivation := derivation_of(module)) is not None:
+    if (derivation := get_derivation(module)) is not None:
         return derivation.rebuild(module, lambda source: remove(source, name))
     entries = module.meta.get("passes", [])
     entry = next((entry for entry in entries if entry["name"] == name), None)
@@ -49,7 +49,7 @@ def remove(module: TracedModule, name: str) -> TracedModule:
             f"'{name}' has replaced '{replaced}', which is no longer in the graph: trace the model again, and apply "
             f"{', '.join(other for other in names if other != name) or 'what else you want'}"
         )
-    tree, graphs = strip_to_container(module), copied_graphs(module)
+    tree, graphs = strip_to_container(module), copy_graphs(module)
     for graph in graphs.values():
         _take_out(graph, name)
     tree._modules.pop(name, None)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import fx, nn
 
-from ..errors import ClashError, MatchError, SpecError, brief_fields, cut
+from ..errors import ClashError, MatchError, SpecError, cut, format_fields
 from ..ir import functions, ops
-from ..ir.containers import children, leaves, map_leaves
+from ..ir.containers import list_leaves, list_members, map_leaves
 from ..ir.graph import move, redirect, replace, rewire, set_argument, set_operand
-from ..ir.regions import Regions, regions_of
-from ..spec.addresses import Port, identifier
+from ..ir.regions import Regions, find_regions
+from ..spec.addresses import Port, make_identifier
 from ..spec.rules import Pass, Rule
-from .matches import unmatched_siblings
+from .matches import describe_unmatched
 
 if TYPE_CHECKING:
     from ..ir.traced_module import TracedModule
@@ -45,7 +45,7 @@ class Value:
     port: Port | None = field(default=None, repr=False)
     kind: Literal["port", "changed", "operand", "kept"] = field(default="port", repr=False)
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     @property
     def path(self) -> str:
@@ -81,7 +81,7 @@ class Site:
     root: nn.Module = field(repr=False, compare=False, default_factory=nn.Module)
     stacked: bool = False
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     @property
     def name(self) -> str:
@@ -89,7 +89,7 @@ class Site:
         # a call of its own block only where the rule asked for that call, else all calls of a module share one
         own = any("@" in pattern for pattern in self.rule.match.patterns)
         path = self.path.replace("@", "_call") if own else self.path.partition("@")[0]
-        operation = self.node.removeprefix(identifier(self.path)).strip("_") if self.node else ""
+        operation = self.node.removeprefix(make_identifier(self.path)).strip("_") if self.node else ""
         return ".".join(filter(None, [path, operation]))
 
     @property
@@ -136,15 +136,15 @@ class Sites(list[Site]):
     @property
     def left(self) -> str:
         """Layers similar to the matched ones that the pass left out, with a pattern that matches them too; "" for none."""
-        return unmatched_siblings(regions_of(self.joined), self.p, [(site.rule, site.path) for site in self])
+        return describe_unmatched(find_regions(self.joined), self.p, [(site.rule, site.path) for site in self])
 
     @property
     def unreached(self) -> str:
         """Weights that a catch-all pattern leaves out, with the reason, and with what reaches them; "" for none."""
-        from .unreached import unreached  # which only a listing needs
+        from .unreached import describe_unreached  # which only a listing needs
 
         taken = {str(site.port) if site.port.side == "param" else site.path.partition("@")[0] for site in self}
-        return unreached(regions_of(self.joined), self.p, taken)
+        return describe_unreached(find_regions(self.joined), self.p, taken)
 
     @property
     def summary(self) -> str:
@@ -175,7 +175,7 @@ class Sites(list[Site]):
             )
 
 
-def input_name(gm: TracedModule, p: Pass, name: str) -> str:
+def name_input(gm: TracedModule, p: Pass, name: str) -> str:
     """Return the name of a pass's input in the model: prefixed with the pass's name if another pass has the name."""
     taken = {str(n.target).lstrip("*"): n for n in gm.graph.nodes if n.op == "placeholder"}
     if name not in taken or ("pass" in taken[name].meta and taken[name].meta["pass"]["name"] == p.name):
@@ -185,7 +185,7 @@ def input_name(gm: TracedModule, p: Pass, name: str) -> str:
     return f"{p.name}_{name}"
 
 
-def own_inputs(gm: TracedModule, p: Pass) -> dict[str, Any]:
+def get_own_inputs(gm: TracedModule, p: Pass) -> dict[str, Any]:
     """Return the inputs that a pass adds, without the entries that describe the model's own."""
     taken = {str(n.target).lstrip("*") for n in gm.graph.nodes if n.op == "placeholder" and "pass" not in n.meta}
     for name, spec in p.inputs.items():
@@ -194,7 +194,7 @@ def own_inputs(gm: TracedModule, p: Pass) -> dict[str, Any]:
     return {name: spec for name, spec in p.inputs.items() if name not in taken}
 
 
-def local(address: str, p: Pass) -> str:
+def expand_address(address: str, p: Pass) -> str:
     """Return an address with the full name of the pass's network: `cn:out[0]` becomes `controlnet.cn:out[0]`."""
     first = re.split(r"[.:]", address, maxsplit=1)[0]
     return f"{p.name}.{address}" if first in p.networks else address
@@ -239,7 +239,7 @@ class ValueUse:
             rewire(block, {self.value: new})
 
 
-def beside(value: fx.Node, site: str) -> list[fx.Node]:
+def find_beside(value: fx.Node, site: str) -> list[fx.Node]:
     """Return the blocks after a leaf or an operation that read its input, such as a LoRA beside its layer.
 
     A block inserted before it changes what they read too, as at the edge of a module with its own code: passes mean the same in
@@ -249,7 +249,7 @@ def beside(value: fx.Node, site: str) -> list[fx.Node]:
     return [node for node in value.users if made.items() <= node.meta.get("pass", {}).items()]
 
 
-def insertion_point(given: list[fx.Node], slots: list[ValueUse]) -> fx.Node:
+def find_insertion_point(given: list[fx.Node], slots: list[ValueUse]) -> fx.Node:
     """Return the node after which a block is inserted: the last of its values, or a node that writes into one before it is
     read."""
     last = max(given)
@@ -264,12 +264,12 @@ def insertion_point(given: list[fx.Node], slots: list[ValueUse]) -> fx.Node:
 
 def writes(node: fx.Node) -> bool:
     """Return whether a node changes a value in place."""
-    name = functions.short_name(node.target) if node.op in ("call_function", "call_method") else ""
+    name = functions.get_short_name(node.target) if node.op in ("call_function", "call_method") else ""
     flagged = node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None
     return flagged or (name.endswith("_") and not name.endswith("__")) or name in (*functions.IN_PLACE, "setitem")
 
 
-def needed(inside: list[fx.Node]) -> set[fx.Node]:
+def find_needed(inside: list[fx.Node]) -> set[fx.Node]:
     """Return the nodes of a region that the rest of the graph still reads, and those that work on their values."""
     own = set(inside)
     keep: set[fx.Node] = set()
@@ -293,7 +293,7 @@ def reaches(starts: list[fx.Node], goal: fx.Node) -> bool:
     return goal in starts or any(start in flow and goal in networkx.descendants(flow, start) for start in starts)
 
 
-def users_without_loop(slot: ValueUse, value: fx.Node) -> set[fx.Node]:
+def find_users(slot: ValueUse, value: fx.Node) -> set[fx.Node]:
     """Return the readers of a slot's value that its replacement is computed from: they keep reading the original.
 
     That is a network which reads a value and changes it. If the slot is the edge of a region, they read what comes to the edge,
@@ -343,7 +343,7 @@ def move_behind(readers: list[fx.Node], value: fx.Node) -> None:
 # --- the order of a graph
 
 
-def in_order(graph: fx.Graph, regions: Regions, sites: list[Site]) -> list[Site]:
+def sort_sites(graph: fx.Graph, regions: Regions, sites: list[Site]) -> list[Site]:
     """Sites in the order in which the graph comes by the values that they change; what maps a parameter is first."""
     first = next(iter(graph.nodes))
 
@@ -364,12 +364,12 @@ def check_order(site: Site, slot: ValueUse, args: list[Any], late: fx.Node, read
     """Refuse a block whose inputs come from behind the place where its result is used; `reading` goes on as it is."""
     early = [u for u in slot.users() if u <= late and u not in reading]
     if early:
-        raise backward(site, args, late, f"'{site.port}' runs first", early)
+        raise describe_late(site, args, late, f"'{site.port}' runs first", early)
 
 
-def backward(site: Site, args: list[Any], late: fx.Node, first: str, early: list[fx.Node]) -> MatchError:
+def describe_late(site: Site, args: list[Any], late: fx.Node, first: str, early: list[fx.Node]) -> MatchError:
     """Return the error for an argument, with `late` in it, that is computed after the place where it is needed."""
-    index = next((i for i, arg in enumerate(args) if late in nodes_in(arg)), 0)
+    index = next((i for i, arg in enumerate(args) if late in list_nodes(arg)), 0)
     where = f"{site.rule.where}: " if str(site.rule.where) else ""
     why = "depends on it" if reaches(early, late) else "is computed after that"
     value = site.args[index].address or site.rule.args[index]
@@ -394,16 +394,16 @@ def check_flow(graph: fx.Graph, name: str) -> None:
 # --- nested values
 
 
-def nodes_in(value: Any) -> list[fx.Node]:
+def list_nodes(value: Any) -> list[fx.Node]:
     """Return the nodes in a nested value."""
-    return [n for n in leaves(value) if isinstance(n, fx.Node)]
+    return [n for n in list_leaves(value) if isinstance(n, fx.Node)]
 
 
-def flat_ports(value: Any, keys: tuple[int | str, ...] = ()) -> list[tuple[tuple[int | str, ...], Port]]:
+def list_ports(value: Any, keys: tuple[int | str, ...] = ()) -> list[tuple[tuple[int | str, ...], Port]]:
     """Return the ports in a nested value, each with the keys that lead to it."""
     if isinstance(value, Port):
         return [(keys, value)]
-    return [row for key, member in children(value) or () for row in flat_ports(member, (*keys, key))]
+    return [row for key, member in list_members(value) or () for row in list_ports(member, (*keys, key))]
 
 
 def map_ports(value: Any, function: Any) -> Any:
@@ -411,26 +411,26 @@ def map_ports(value: Any, function: Any) -> Any:
     return map_leaves(value, lambda port, _: function(port), kind=Port)
 
 
-def same_structure(result: Any, tree: Any) -> bool:
+def has_same_structure(result: Any, tree: Any) -> bool:
     """Return whether a result has a tensor wherever the tree of ports has one, with the same nesting; a list may replace a
     tuple."""
     if isinstance(tree, Port):
         return isinstance(result, fx.Node)
     if isinstance(tree, dict):
         alike = isinstance(result, dict) and result.keys() == tree.keys()
-        return alike and all(same_structure(result[k], tree[k]) for k in tree)
+        return alike and all(has_same_structure(result[k], tree[k]) for k in tree)
     if isinstance(tree, tuple):
         alike = isinstance(result, (tuple, list)) and len(result) == len(tree)
-        return alike and all(map(same_structure, result, tree))
+        return alike and all(map(has_same_structure, result, tree))
     return not isinstance(result, fx.Node) and bool(result == tree)  # a constant of the graph stays what it is
 
 
-def structure(value: Any) -> str:
+def describe_structure(value: Any) -> str:
     """Return the structure of a nested value in words: (a tensor, (a tensor, a tensor))."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{k}: {structure(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{k}: {describe_structure(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(map(structure, value)) + ("," if len(value) == 1 else "") + ")"
+        return "(" + ", ".join(map(describe_structure, value)) + ("," if len(value) == 1 else "") + ")"
     return "a tensor" if isinstance(value, (fx.Node, Port)) else repr(value)
 
 

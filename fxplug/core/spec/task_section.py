@@ -9,7 +9,7 @@ from pydantic import BaseModel, field_validator, model_validator
 
 from ..errors import SpecError
 from .model_section import Dtype
-from .yaml_source import Section, Text, check_finite, check_number, checked, located, setting, shown
+from .yaml_source import Section, Text, check_finite, check_number, convert_error, declare, make_validator, quote_yaml
 
 LEAST = 1e-3  # alpha of a beta distribution
 MOST = 10_000  # of pictures, and of the steps that make one
@@ -18,23 +18,23 @@ MOST = 10_000  # of pictures, and of the steps that make one
 class Schedule(Section):
     """Options of `constant`, `linear` and `cosine`."""
 
-    warmup: float = setting(
+    warmup: float = declare(
         0, "so many steps the rate rises to `lr`; below 1 it is that share of all steps; epochs with `per: epoch`", 100, ge=0
     )
-    floor: float = setting(0.0, "the share of the rate that is left at the end", 0.1, ge=0, le=1)
-    per: Literal["step", "epoch"] = setting("step", "whether the rate changes with each step or with each epoch", "epoch")
+    floor: float = declare(0.0, "the share of the rate that is left at the end", 0.1, ge=0, le=1)
+    per: Literal["step", "epoch"] = declare("step", "whether the rate changes with each step or with each epoch", "epoch")
 
     @model_validator(mode="after")
     def _check_warmup(self) -> Schedule:
         if self.warmup >= 1 and self.warmup != int(self.warmup):
-            finding = f"must be a whole number of steps, or a share of them below 1, not {shown(self.warmup)}"
-            raise located(SpecError(finding, path=("warmup",)))
+            finding = f"must be a whole number of steps, or a share of them below 1, not {quote_yaml(self.warmup)}"
+            raise convert_error(SpecError(finding, path=("warmup",)))
         return self
 
 
 def _read_call(value: Any) -> Any:
     if value is not None and not isinstance(value, Mapping):
-        raise SpecError(f"must be a mapping of the inputs of the model, not {shown(value)}")
+        raise SpecError(f"must be a mapping of the inputs of the model, not {quote_yaml(value)}")
     check_finite(value)
     return value
 
@@ -42,7 +42,7 @@ def _read_call(value: Any) -> Any:
 def _read_named(value: Any) -> Any:
     """Read a name, or one name with its options."""
     if value == "" or (isinstance(value, (Mapping, list, tuple)) and not value):
-        raise SpecError(f"must not be empty, not {shown(value)}")
+        raise SpecError(f"must not be empty, not {quote_yaml(value)}")
     check_finite(value)
     return value
 
@@ -59,90 +59,90 @@ def _read_samples(value: Any) -> Any:
     return value
 
 
-Named = Annotated[Any, checked(_read_named, str | dict[str, Any] | None)]
-Calls = Annotated[Any, checked(_read_call, dict[str, Any] | None)]
+Named = Annotated[Any, make_validator(_read_named, str | dict[str, Any] | None)]
+Calls = Annotated[Any, make_validator(_read_call, dict[str, Any] | None)]
 
 
 class ClassifyOptions(Section):
     """Options of the task `classify`."""
 
-    smoothing: float = setting(0.0, "smoothing of the labels (arXiv 1512.00567)", 0.1, ge=0, lt=1)
-    mixup: float = setting(0.0, "alpha of mixup (arXiv 1710.09412); 0: none", 0.2, ge=0, le=1e3)
-    cutmix: float = setting(0.0, "alpha of cutmix (arXiv 1905.04899); 0: none", 1.0, ge=0, le=1e3)
-    augment: Named = setting("auto", "`auto` for timm's defaults, `none`, or options of timm's create_transform", "none")
-    preprocess: Named = setting(
+    smoothing: float = declare(0.0, "smoothing of the labels (arXiv 1512.00567)", 0.1, ge=0, lt=1)
+    mixup: float = declare(0.0, "alpha of mixup (arXiv 1710.09412); 0: none", 0.2, ge=0, le=1e3)
+    cutmix: float = declare(0.0, "alpha of cutmix (arXiv 1905.04899); 0: none", 1.0, ge=0, le=1e3)
+    augment: Named = declare("auto", "`auto` for timm's defaults, `none`, or options of timm's create_transform", "none")
+    preprocess: Named = declare(
         None, "mean, std, interpolation and crop, or a timm model that has them; null: the model's own", "resnet18"
     )
-    criterion: Named = setting(
+    criterion: Named = declare(
         None, "instead of cross entropy a function (outputs, labels), by import path, with options", "my_losses:Focal"
     )
-    call: Calls = setting(None, "what the inputs of the model get, where their names do not say it", {"x": "image"})
+    call: Calls = declare(None, "what the inputs of the model get, where their names do not say it", {"x": "image"})
 
     @field_validator("mixup", "cutmix")
     @classmethod
     def _check_alpha(cls, value: float) -> float:
         if 0 < value < LEAST:  # numpy's beta distribution gives NaN for some
-            raise located(SpecError(f"must be 0, or {LEAST} or more, not {shown(value)}"))
+            raise convert_error(SpecError(f"must be 0, or {LEAST} or more, not {quote_yaml(value)}"))
         return value
 
 
 class DenoiseOptions(Section):
     """Options of the task `denoise`."""
 
-    scheduler: Named = setting(
+    scheduler: Named = declare(
         "DDPMScheduler", "a scheduler of diffusers, with options, or a folder of one", "FlowMatchEulerDiscreteScheduler"
     )
-    prediction: Literal["epsilon", "v_prediction", "sample", "flow"] | None = setting(
+    prediction: Literal["epsilon", "v_prediction", "sample", "flow"] | None = declare(
         None, "what the model predicts; null: as the scheduler says", "v_prediction"
     )
-    vae: Named = setting(None, "a model as `model` has it; null: the model works on pixels", "sd15/vae")
-    text: Named = setting(None, "a function of captions by import path, or a folder with a text encoder", "sd15")
-    dropout: float = setting(0.0, "the share of samples trained without caption or label", 0.1, ge=0, lt=1)
-    null_label: int | None = setting(
+    vae: Named = declare(None, "a model as `model` has it; null: the model works on pixels", "sd15/vae")
+    text: Named = declare(None, "a function of captions by import path, or a folder with a text encoder", "sd15")
+    dropout: float = declare(0.0, "the share of samples trained without caption or label", 0.1, ge=0, lt=1)
+    null_label: int | None = declare(
         None, "the label that means none; null: the last row of the model's embedding", 1000, ge=0
     )
-    snr_gamma: float | None = setting(None, "min-SNR weights (arXiv 2303.09556); null: none", 5.0, gt=0)
-    density: Named = setting(
+    snr_gamma: float | None = declare(None, "min-SNR weights (arXiv 2303.09556); null: none", 5.0, gt=0)
+    density: Named = declare(
         "uniform",
         "how often each amount of noise is drawn: `uniform`, `logit_normal`, `mode`; on a pipeline also `as_sampled`",
         {"logit_normal": {"std": 1.0}},
     )
-    loss: Named = setting(
+    loss: Named = declare(
         "mse",
         "`mse`, `huber` or `smooth_l1`, these two with `delta` and its `schedule`: `constant`, `exponential`, `snr`",
         {"huber": {"delta": 0.1, "schedule": "snr"}},
     )
-    noise_offset: float = setting(0.0, "noise that a sample has in all of a channel, a deviation; 0: none", 0.05, ge=0, le=1)
-    weighting: Text = setting("none", "weights of flow matching: `none`, `sigma_sqrt`, `cosmap`", "cosmap")
-    time_scale: float = setting(1.0, "what the times of flow matching are multiplied by", 0.001, gt=0, le=1e6)
-    call: Calls = setting(None, "what the inputs of the model get, where their names do not say it", {"x": "noisy"})
-    samples: Annotated[Any, checked(_read_samples, int | list[str] | list[int])] = setting(
+    noise_offset: float = declare(0.0, "noise that a sample has in all of a channel, a deviation; 0: none", 0.05, ge=0, le=1)
+    weighting: Text = declare("none", "weights of flow matching: `none`, `sigma_sqrt`, `cosmap`", "cosmap")
+    time_scale: float = declare(1.0, "what the times of flow matching are multiplied by", 0.001, gt=0, le=1e6)
+    call: Calls = declare(None, "what the inputs of the model get, where their names do not say it", {"x": "noisy"})
+    samples: Annotated[Any, make_validator(_read_samples, int | list[str] | list[int])] = declare(
         8, "how many pictures, or a list of their captions or labels", ["a dog", "a cat"]
     )
-    guidance: float = setting(1.0, "guidance of the pictures (arXiv 2207.12598); 1: none", 4.0, ge=-1e4, le=1e4)
-    sample_steps: int = setting(20, "steps that make a picture", 50, ge=1, le=MOST)
-    train_guidance: float | None = setting(
+    guidance: float = declare(1.0, "guidance of the pictures (arXiv 2207.12598); 1: none", 4.0, ge=-1e4, le=1e4)
+    sample_steps: int = declare(20, "steps that make a picture", 50, ge=1, le=MOST)
+    train_guidance: float | None = declare(
         None, "guidance that is learnt, as in DreamArtist (arXiv 2211.11337); null: none", 3.0, ge=-1e4, le=1e4
     )
-    negative: str = setting("", "the caption that guidance leads away from", "blurry")
-    preserve: Text | None = setting(
+    negative: str = declare("", "the caption that guidance leads away from", "blurry")
+    preserve: Text | None = declare(
         None, "the class in whose place `data.trigger` stands: what the model makes of it is preserved; null: nothing is", "dog"
     )
-    preserve_weight: float = setting(1.0, "the weight of the loss of what is preserved", 0.5, gt=0, le=1e4)
+    preserve_weight: float = declare(1.0, "the weight of the loss of what is preserved", 0.5, gt=0, le=1e4)
 
 
 class TextOptions(Section):
     """Options of a text encoder from a folder."""
 
-    max_length: int | None = setting(
+    max_length: int | None = declare(
         None, "tokens of a caption; null: as many as the tokenizer and the encoder take", 77, ge=1, le=65536
     )
-    layer: int = setting(-1, "the hidden state that is taken; -2 for the one before the last", -2, ge=-1000, le=1000)
-    dtype: Dtype | None = setting(None, "what its weights are converted to; null leaves them", "bfloat16")
-    trainable: list[Text] = setting([], "patterns of its parameters that train", ["embeddings"])
-    passes: list[Any] | None = setting(None, "passes that train in it, as the `passes` of a configuration", ["lora"])
-    lr: float | None = setting(None, "the learning rate of what trains; null is that of the section train", 1e-5, ge=0)
-    weight_decay: float | None = setting(None, "its weight decay; null is that of the section train", 0.01, ge=0)
+    layer: int = declare(-1, "the hidden state that is taken; -2 for the one before the last", -2, ge=-1000, le=1000)
+    dtype: Dtype | None = declare(None, "what its weights are converted to; null leaves them", "bfloat16")
+    trainable: list[Text] = declare([], "patterns of its parameters that train", ["embeddings"])
+    passes: list[Any] | None = declare(None, "passes that train in it, as the `passes` of a configuration", ["lora"])
+    lr: float | None = declare(None, "the learning rate of what trains; null is that of the section train", 1e-5, ge=0)
+    weight_decay: float | None = declare(None, "its weight decay; null is that of the section train", 0.01, ge=0)
 
 
 TASKS: dict[str, type[BaseModel]] = {"classify": ClassifyOptions, "denoise": DenoiseOptions}

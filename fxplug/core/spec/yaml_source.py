@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from pydantic_core import PydanticCustomError
 
 from .. import errors, reading
-from ..errors import DEFAULT, LONGEST, Limits, SpecError, brief, brief_fields, cut, did_you_mean
+from ..errors import DEFAULT, LONGEST, Limits, SpecError, cut, did_you_mean, format_brief, format_fields
 
 QUOTES = "; quote a text that begins with * or {, or has braces within [ ] or { }"
 
@@ -60,7 +60,7 @@ class Source:
     file: str = ""
     lines: dict[tuple[str | int, ...], Where] = field(default_factory=dict)
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     def where(self, *path: str | int) -> Where:
         """Return the place of the value at `path`, or of the nearest one around it."""
@@ -87,7 +87,7 @@ class Source:
         for step in path:
             value = value[step]
         if not isinstance(value, Mapping):
-            raise self.error(f"must be a mapping, not {shown(value)}", *path)
+            raise self.error(f"must be a mapping, not {quote_yaml(value)}", *path)
         for key in value:
             if key not in known:
                 raise self.error(f"unknown key '{key}'{did_you_mean(key, known)}", *path, key=key)
@@ -139,10 +139,10 @@ def read_yaml(path: Path, limits: Limits = DEFAULT) -> Source:
     def raises(finding: str) -> SpecError:
         return SpecError(finding, where=Where(str(path)))
 
-    with reading.reported(raises):
+    with reading.report_errors(raises):
         if not path.exists() and not path.is_symlink():
-            raise raises(no_such_file(path))
-    return parse_yaml(reading.text(path, limits.yaml, raises), str(path), limits)
+            raise raises(describe_missing(path))
+    return parse_yaml(reading.read_text(path, limits.yaml, raises), str(path), limits)
 
 
 def parse_yaml(text: str, file: str = "", limits: Limits = DEFAULT) -> Source:
@@ -227,26 +227,26 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def no_such_file(path: Path) -> str:
+def describe_missing(path: Path) -> str:
     """Return `no such file` with the nearest name in that folder, or `no such folder`."""
     if not path.parent.is_dir():
         return f"no such folder '{path.parent}'"
     return "no such file" + did_you_mean(path.name, (p.name for p in path.parent.iterdir()))
 
 
-def braces(value: object) -> str:
+def describe_braces(value: object) -> str:
     """Return a hint for a mapping that was meant as a text with braces, such as `{qkv,proj}`; else ""."""
     if not (isinstance(value, Mapping) and value and all(isinstance(k, str) and v is None for k, v in value.items())):
         return ""
     return f"; quote it in YAML to make it text: \"{{{','.join(map(str, value))}}}\""
 
 
-def shown(value: object) -> str:
+def quote_yaml(value: object) -> str:
     """Format a value for a message: text in quotes, YAML's words for the rest."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     if isinstance(value, (str, int, float)):
-        return errors.shown(value, 200)
+        return errors.quote(value, 200)
     if isinstance(value, Mapping):
         return "a mapping"
     return "a list" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
@@ -281,13 +281,13 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     def __repr__(self) -> str:
-        given = (f"{name}={brief(getattr(self, name, None), 160)}" for name in type(self).model_fields)
+        given = (f"{name}={format_brief(getattr(self, name, None), 160)}" for name in type(self).model_fields)
         return cut(f"{type(self).__name__}({', '.join(given)})", LONGEST)
 
     __str__ = __repr__
 
 
-def setting(default: Any, text: str, example: Any, **bounds: Any) -> Any:
+def declare(default: Any, text: str, example: Any, **bounds: Any) -> Any:
     """Declare a field of a section that users write: its default (`...`: none), what it is, and an example other than the
     default."""
     return Field(default, description=text, examples=[example], **bounds)
@@ -305,28 +305,28 @@ class Finding(NamedTuple):
     key: str | None = None
 
 
-def located(error: SpecError) -> PydanticCustomError:
+def convert_error(error: SpecError) -> PydanticCustomError:
     """Convert a SpecError to pydantic's error, which adds the path of the value."""
     context = {"finding": error.finding, "path": list(error.path), "key": error.key}
     return PydanticCustomError("spec", "{finding}", context)
 
 
-def checked(read: Callable[[Any], Any], written: Any = Any) -> PlainValidator:
+def make_validator(read: Callable[[Any], Any], written: Any = Any) -> PlainValidator:
     """Make a field validator of a function that reads a value, or raises SpecError; the schema has the type `written`."""
 
     def read_value(value: Any) -> Any:
         try:
             return read(value)
         except SpecError as error:
-            raise located(error) from None
+            raise convert_error(error) from None
 
     return PlainValidator(read_value, json_schema_input_type=written)
 
 
-def number(value: Any) -> Any:
+def read_number(value: Any) -> Any:
     """Return a number or None. Raises SpecError for anything else."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-        raise SpecError(f"must be a number, not {shown(value)}")
+        raise SpecError(f"must be a number, not {quote_yaml(value)}")
     return value
 
 
@@ -347,13 +347,13 @@ def check_number(
     bounds = {"{:g} or more": least, "above {:g}": above, "at most {:g}": most, "below {:g}": below}
     text = " and ".join(word.format(bound) for word, bound in bounds.items() if math.isfinite(bound))
     named = "whole " * whole + "finite " * (is_number and not math.isfinite(value))
-    raise SpecError(f"must be a {named}number{f', {text}' if text else ''}, not {shown(value)}", path=path)
+    raise SpecError(f"must be a {named}number{f', {text}' if text else ''}, not {quote_yaml(value)}", path=path)
 
 
 def check_finite(value: Any, *path: str | int, infinite: bool = False) -> None:
     """Raise SpecError, with its path, for a number that is NaN or, unless `infinite`, infinite, in lists and mappings too."""
     if isinstance(value, float) and not (math.isfinite(value) or (infinite and not math.isnan(value))):
-        raise SpecError(f"must be a finite number, not {shown(value)}", path=path)
+        raise SpecError(f"must be a finite number, not {quote_yaml(value)}", path=path)
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     for key, item in pairs:
         check_finite(item, *path, key, infinite=infinite)
@@ -363,16 +363,16 @@ def validate(section: type[S], given: Any, *path: str | int) -> S:
     """Validate a value at `path` as a section. Raises SpecError about the first error."""
     if not isinstance(given, (Mapping, section)):
         keys = ", ".join(_written(section))
-        raise SpecError(f"must be a mapping of {keys}, not {shown(given)}", path=path)
+        raise SpecError(f"must be a mapping of {keys}, not {quote_yaml(given)}", path=path)
     try:
         return section.model_validate(dict(given) if isinstance(given, Mapping) else given)
     except ValidationError as error:
-        found = list(findings(error, section))
+        found = list(list_findings(error, section))
         first = next((one for one in found if one.key), found[0])  # a key that is written wrong may be the one that is missing
         raise SpecError(first.text, path=(*path, *first.path), key=first.key) from None
 
 
-def findings(error: ValidationError, section: type[BaseModel]) -> Iterator[Finding]:
+def list_findings(error: ValidationError, section: type[BaseModel]) -> Iterator[Finding]:
     """Yield pydantic's errors of a section, in our words."""
     errors = error.errors()
     unknown = [item["loc"] for item in errors if item["type"] == "extra_forbidden"]
@@ -382,28 +382,28 @@ def findings(error: ValidationError, section: type[BaseModel]) -> Iterator[Findi
             yield Finding(item["ctx"]["finding"], (*path, *item["ctx"]["path"]), item["ctx"]["key"])
         elif kind == "extra_forbidden":
             name = str(path[-1])
-            yield Finding(f"unknown key '{name}'{did_you_mean(name, fields(section, path[:-1]))}", path[:-1], name)
+            yield Finding(f"unknown key '{name}'{did_you_mean(name, list_fields(section, path[:-1]))}", path[:-1], name)
         elif kind == "missing":
             if any(other[:-1] == path[:-1] and did_you_mean(other[-1], path[-1:]) for other in unknown):
                 continue  # it is there, and written wrong
-            known = fields(section, path[:-1])
+            known = list_fields(section, path[:-1])
             what = known[str(path[-1])].description if str(path[-1]) in known else ""
             yield Finding(f"missing key '{path[-1]}'{f': {what}' if what else ''}", path[:-1])
         elif kind == "literal_error":
             choices = [text or other.lower() for text, other in _EXPECTED.findall(item["ctx"]["expected"])]
-            yield Finding(f"must be one of {', '.join(choices)}, not {shown(value)}{did_you_mean(value, choices)}", path)
+            yield Finding(f"must be one of {', '.join(choices)}, not {quote_yaml(value)}{did_you_mean(value, choices)}", path)
         elif kind in _BOUNDS:
             ((_, bound),) = item["ctx"].items()
-            yield Finding(f"must be {_BOUNDS[kind].format(bound)}, not {shown(value)}", path)
+            yield Finding(f"must be {_BOUNDS[kind].format(bound)}, not {quote_yaml(value)}", path)
         else:
             # a field with an example says what it is for, and not what it must be
-            named = fields(section, path[:-1]).get(str(path[-1])) if path else None
+            named = list_fields(section, path[:-1]).get(str(path[-1])) if path else None
             expected = (named.description if named and not named.examples else None) or _KINDS.get(kind)
-            yield Finding(f"must be {expected}, not {shown(value)}" if expected else f"{shown(value)} is not allowed "
+            yield Finding(f"must be {expected}, not {quote_yaml(value)}" if expected else f"{quote_yaml(value)} is not allowed "
                                                                                      "here", path)
 
 
-def fields(section: type[BaseModel], path: Sequence[str | int]) -> dict[str, Any]:
+def list_fields(section: type[BaseModel], path: Sequence[str | int]) -> dict[str, Any]:
     """Return the fields of the section at `path` below another, by their written names; empty if there is no section."""
     found = _written(section)
     for key in path:

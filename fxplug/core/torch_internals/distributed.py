@@ -11,8 +11,8 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
-    "all_gather", "all_reduce", "all_to_all", "default_store", "group_of_name", "joined_group", "limit_waiting", "timeout",
-    "wait",
+    "all_gather", "all_reduce", "all_to_all", "default_store", "get_joined_group", "get_timeout", "group_of_name",
+    "limit_waiting", "wait",
 ]  # fmt: skip
 
 # these give a tensor that is not there yet; its name of the first since torch 2.15, and before
@@ -29,13 +29,13 @@ group_of_name: Any = _resolve_process_group
 default_store: Any = dist.distributed_c10d._get_default_store
 
 
-def joined_group(mesh: DeviceMesh, name: str) -> Any:
+def get_joined_group(mesh: DeviceMesh, name: str) -> Any:
     """Return the name of the group of all processes of a mesh with several axes; we need that it runs in the mesh's own
     order."""
     return mesh._flatten(name).get_group().group_name
 
 
-def timeout() -> timedelta:
+def get_timeout() -> timedelta:
     """Return the timeout of a collective of the default group, which torch reports for its backends alone."""
     group = dist.distributed_c10d._get_default_group()
     found: timedelta = group._get_backend(group._device_types[0]).options._timeout
@@ -44,4 +44,4 @@ def timeout() -> timedelta:
 
 def limit_waiting(name: str) -> None:
     """Set the timeout of a named group to that of the default group; groups of a mesh have another."""
-    _set_timeout(timeout(), group_of_name(name))
+    _set_timeout(get_timeout(), group_of_name(name))

@@ -14,8 +14,8 @@ from torch.export import ExportedProgram
 from ..errors import FxplugError
 
 __all__ = [
-    "Condition", "DEFAULT", "LOADER", "OPSETS", "compile_package", "conditions_of", "find_compiler", "guards_of", "processor",
-    "size_at", "translated", "untranslated",
+    "Condition", "DEFAULT", "LOADER", "OPSETS", "compile_package", "compute_size", "find_compiler", "find_untranslated",
+    "get_processor", "list_conditions", "list_guards", "translate",
 ]
 
 # a compiled program from a folder or an archive (path, name, one thread, runners, device index); we need its constants by name,
@@ -23,7 +23,7 @@ __all__ = [
 LOADER: Any = torch._C._aoti.AOTIModelPackageLoader
 
 
-def guards_of(program: ExportedProgram) -> list[str]:
+def list_guards(program: ExportedProgram) -> list[str]:
     """Return the conditions on an exported program's inputs, as text over their names. Raises FxplugError if torch reports
     none.
 
@@ -55,7 +55,7 @@ class Condition:
             return False
 
 
-def conditions_of(program: ExportedProgram) -> list[Condition]:
+def list_conditions(program: ExportedProgram) -> list[Condition]:
     """Return what was decided about the sizes of a program so far; we need the guards of its sizes, to which a compiler adds
     its own."""
     from torch.utils._sympy.printers import PythonPrinter
@@ -75,7 +75,7 @@ def conditions_of(program: ExportedProgram) -> list[Condition]:
     return made
 
 
-def size_at(size: torch.SymInt, sizes: Mapping[str, int]) -> int:
+def compute_size(size: torch.SymInt, sizes: Mapping[str, int]) -> int:
     """Return a size of an exported program for these free sizes, by name; we need its expression."""
     expression = size.node.expr
     return int(expression.subs({symbol: sizes[str(symbol)] for symbol in expression.free_symbols}))
@@ -95,7 +95,7 @@ def compile_package(program: ExportedProgram, sink: Any, options: Mapping[str, A
     aoti_compile_and_package(program, package_path=sink, inductor_configs=dict(options))
 
 
-def processor() -> str | None:
+def get_processor() -> str | None:
     """Return for which processor inductor compiles by default: None or "native" for the one here."""
     from torch._inductor import config
 
@@ -108,7 +108,7 @@ OPSETS = range(18, 24)
 DEFAULT = 20
 
 
-def translated(program: ExportedProgram, opset: int) -> Any:
+def translate(program: ExportedProgram, opset: int) -> Any:
     """Translate an exported program to an `onnx_ir.Model`, with nothing folded, as weights that stay live would be.
 
     We need the model's inputs and results in the order of the program, and initializers by the names of its state.
@@ -120,10 +120,10 @@ def translated(program: ExportedProgram, opset: int) -> Any:
     return export(program, dynamo=True, optimize=False, verbose=False, opset_version=opset).model  # type: ignore[union-attr]
 
 
-def untranslated(program: ExportedProgram, opset: int, error: BaseException) -> tuple[list[tuple[Any, str]], str]:
+def find_untranslated(program: ExportedProgram, opset: int, error: BaseException) -> tuple[list[tuple[Any, str]], str]:
     """Return the operations that torch has no ONNX form for, each with the stack of its line of code, and torch's message.
 
-    `error` is the exception of `translated`. We need the stacks that torch.export recorded, and all operations at once.
+    `error` is the exception of `translate`. We need the stacks that torch.export recorded, and all operations at once.
     """
     from torch.onnx._internal.exporter import _core, _dispatching, _registration
 

@@ -37,13 +37,11 @@ from .tensors import DisableTorchDispatch, DisableTorchFunction
 __all__ = [
     "BatchNorm", "COMPILED", "CONTEXT_VARIABLES", "ConvNd", "DecoratorContextManager", "DropoutNd", "GLOBAL_HOOKS",
     "InstanceNorm", "NormBase", "TABLES", "WEIGHT_LISTS", "admit_hooks", "as_listened", "autocast_settings", "backward_hooks",
-    "break_graph", "call_uncompiled",
-    "call_with_hooks", "constant_floats", "conv_forward", "enter_autocast", "exit_autocast", "forward_hooks", "is_compiling",
-    "is_erased", "is_hooked", "is_listening", "leave_frame", "leave_module", "list_weights", "qualified_name",
-    "refuse_hooks",
-    "refuses_hooks",
-    "set_grad_enabled", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_structure", "tree_unflatten",
-    "treespec_dumps", "treespec_loads", "unwatched", "without_compiler",
+    "break_graph", "call_uncompiled", "call_with_hooks", "conv_forward", "enter_autocast", "exit_autocast", "forward_hooks",
+    "is_compiling", "is_erased", "is_hooked", "is_listening", "is_refusing_hooks", "keep_floats_constant", "leave_frame",
+    "leave_module", "list_weights", "qualified_name", "refuse_hooks", "set_grad_enabled", "tree_flatten", "tree_leaves",
+    "tree_map", "tree_map_only", "tree_structure", "tree_unflatten", "treespec_dumps", "treespec_loads", "without_compiler",
+    "without_watchers",
 ]
 
 # where a module keeps its state; what else `nn.Module()` has are hooks and `training`
@@ -96,7 +94,7 @@ def refuse_hooks(layer: nn.Module, refuse: Callable[[], None]) -> None:
     vars(layer).update(dict.fromkeys(_HOOK_TABLES, hooks))
 
 
-def refuses_hooks(layer: nn.Module | None) -> bool:
+def is_refusing_hooks(layer: nn.Module | None) -> bool:
     """Return whether `refuse_hooks` was applied to a layer."""
     return any(isinstance(vars(layer).get(name), _NoHooks) for name in _HOOK_TABLES) if layer is not None else False
 
@@ -181,7 +179,7 @@ def break_graph(message: str) -> None:
     torch._dynamo.graph_break(msg=message)
 
 
-def unwatched(function: F) -> F:
+def without_watchers(function: F) -> F:
     """Wrap a function so that compilers, modes, transforms and autograd do not see it; we need that all of them are restored in
     order."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -200,7 +198,7 @@ def unwatched(function: F) -> F:
 
 
 @functools.cache
-def constant_floats() -> Any:
+def keep_floats_constant() -> Any:
     """Return a context in which the numbers of layers (`eps`, `p`) are constants of a compiled program, also with
     `dynamic=True`.
 

@@ -23,13 +23,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "DataDependentOutputException", "DisableTorchDispatch", "DisableTorchFunction", "DynamicOutputShapeException", "FakeTensor",
-    "FakeTensorMode", "NATIVE", "Node", "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "as_parameter", "assert_later",
-    "check", "disabled_torch_function", "fake_of", "flash_cpu", "flash_cpu_backward", "flash_cuda", "flash_cuda_backward",
-    "flop_counter", "function_modes", "gradient_hooks", "is_error_of_dynamo", "is_operator", "is_transforming", "is_watched",
-    "kept_on_fakes", "lerp_all", "memory_id", "name_of", "onednn_linear", "pack_padded_sequence", "pad_packed_sequence",
-    "pad_sequence", "schema", "set_gradient_hooks", "set_version", "size_name", "unset_fake_temporarily", "version",
-    "weight_norm", "wrapper_of",
+    "DataDependentOutputException", "DisableTorchDispatch", "DisableTorchFunction", "DynamicOutputShapeException",
+    "FakeTensor", "FakeTensorMode", "NATIVE", "Node", "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "as_parameter",
+    "assert_later", "check", "disabled_torch_function", "flash_cpu", "flash_cpu_backward", "flash_cuda",
+    "flash_cuda_backward", "function_modes", "get_gradient_hooks", "get_qualified_name", "get_size_name",
+    "is_error_of_dynamo", "is_operator", "is_transforming", "is_watched", "lerp_all", "list_fake_attributes",
+    "make_fake_tensor", "make_flop_counter", "memory_id", "onednn_linear", "pack_padded_sequence", "pad_packed_sequence",
+    "pad_sequence", "schema", "set_gradient_hooks", "set_version", "unset_fake_temporarily", "version", "weight_norm",
+    "wrapper_of",
 ]
 
 # how often a tensor's memory was written; we need that operations in place count, and promise no number. Not in inference mode
@@ -50,7 +51,7 @@ def is_transforming() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:
+def get_gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:
     """Return the hooks that `register_hook` added to a tensor, by number; we need them all, and no order."""
     return dict(tensor._backward_hooks or {})
 
@@ -88,7 +89,7 @@ schema: Callable[[Any], Any] = attrgetter("_schema")
 NATIVE: Any = torch._C
 
 
-def name_of(operator: OpOverload) -> str:
+def get_qualified_name(operator: OpOverload) -> str:
     """Return the "library::name" of an operator, without its overload."""
     return f"{operator.namespace}::{operator._opname}"
 
@@ -111,7 +112,7 @@ def is_watched() -> bool:
 
 # of FakeTensor we need `fake_device` and `constant`; of FakeTensorMode that real tensors may go in; of the two errors that they
 # are raised for a number read from data and for a size that hangs on data; of the last that real tensors are made under it
-def fake_of(geometry: tuple[Any, ...], mode: FakeTensorMode, constant: Any = None) -> FakeTensor:
+def make_fake_tensor(geometry: tuple[Any, ...], mode: FakeTensorMode, constant: Any = None) -> FakeTensor:
     """Return a fake tensor of (size, stride, dtype, device) made without a dispatch; we need the constructor, and promise no
     view of it."""
     size, stride, dtype, device = geometry
@@ -121,9 +122,9 @@ def fake_of(geometry: tuple[Any, ...], mode: FakeTensorMode, constant: Any = Non
 
 
 @cache
-def kept_on_fakes() -> frozenset[str]:
+def list_fake_attributes() -> frozenset[str]:
     """Return the names of the attributes that torch itself keeps in the `__dict__` of a fake tensor."""
-    return frozenset(vars(fake_of(((1,), (1,), torch.float32, torch.device("cpu")), FakeTensorMode())))
+    return frozenset(vars(make_fake_tensor(((1,), (1,), torch.float32, torch.device("cpu")), FakeTensorMode())))
 
 
 def is_error_of_dynamo(error: BaseException) -> bool:
@@ -197,7 +198,7 @@ class Node:
         return repr(self.number.value)
 
 
-def size_name(size: torch.SymInt) -> int | str | None:
+def get_size_name(size: torch.SymInt) -> int | str | None:
     """Return a number, the name of a dynamic size, or None for a size derived from others; we need this of an exported
     program."""
     known = size.node.maybe_as_int()
@@ -221,7 +222,7 @@ pad_packed_sequence: Any = torch._pad_packed_sequence
 pad_sequence: Any = torch._C._nn.pad_sequence
 
 
-def flop_counter() -> Any:
+def make_flop_counter() -> Any:
     """Return a FlopCounterMode that counts oneDNN's products, torch.nn's fast paths, and attention on a CPU (torch's from
     2.15)."""
     from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core import installed
+from ...core import find_version
 
 TILES: dict[str, Any] = json.loads(files(__package__).joinpath("tiles.json").read_text("utf-8"))
 FORMAT = 1  # of tiles.json
@@ -52,7 +52,7 @@ def unfit(device: torch.device, dtype: torch.dtype, rank: int) -> str | None:
 
 @functools.cache
 def _unfit_device(device: torch.device, in_python: bool) -> str | None:
-    found = installed("triton")
+    found = find_version("triton")
     if found is None:
         return "Triton is not installed: it is installed with torch for CUDA"
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < TRITON:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from ...core.errors import SpecError, did_you_mean, shown
-from ...core.ir.containers import tensor_at
+from ...core.errors import SpecError, did_you_mean, quote
+from ...core.ir.containers import find_tensor
 from . import devices, library, operators
 from .layers import Layer, argument
 from .updated import Mapped
@@ -54,7 +54,7 @@ def case_of(
     read = argument(node, 1, "weight") if layer is None else None
     read = read if update is None else update.weight
     if isinstance(read, fx.Node) and read.op == "get_attr":
-        weight: Any = tensor_at(tree, str(read.target))
+        weight: Any = find_tensor(tree, str(read.target))
     else:
         weight = None if layer is None else layer.module.weight
     shape, block = node.meta.get("shape"), None if layer is None else layer.block
@@ -71,7 +71,7 @@ def form_named(how: str) -> str:
     """Return the form of this name, or `auto`. Raises SpecError."""
     known = ["auto", *FORMS]
     if how not in known:
-        raise SpecError(f"fuse must be one of {', '.join(known)}, not {shown(how)}{did_you_mean(str(how), known)}")
+        raise SpecError(f"fuse must be one of {', '.join(known)}, not {quote(how)}{did_you_mean(str(how), known)}")
     return how
 
 

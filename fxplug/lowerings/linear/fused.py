@@ -7,7 +7,7 @@ from torch import nn
 
 from ...core import quantised
 from ...core.ir.graph import Graph, change
-from ...core.ir.traced_module import TracedModule, check_traced, copied_graphs, strip_to_container
+from ...core.ir.traced_module import TracedModule, check_traced, copy_graphs, strip_to_container
 from . import forms, operators
 from .layers import WEIGHTS, Layer, call_instead, linear_layers
 from .updated import fuse_mapped, mapped
@@ -37,7 +37,7 @@ def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = Non
     """
     check_traced(gm, "fuse")
     form = forms.form_named(how)
-    tree, graphs, chosen = strip_to_container(gm), copied_graphs(gm), dict(gm.meta.get("forms", {}))
+    tree, graphs, chosen = strip_to_container(gm), copy_graphs(gm), dict(gm.meta.get("forms", {}))
     left: dict[str, list[str]] = {}  # why kernels do not take some layers, and their paths
     for graph in graphs.values():
         for node, layer in linear_layers(graph, tree):

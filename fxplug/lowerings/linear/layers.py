@@ -13,8 +13,8 @@ from ...blocks.lora import Lora
 from ...blocks.scale import Scale, Ssf
 from ...core import quantised
 from ...core.ir import ops
-from ...core.ir.containers import tensor_at
-from ...core.ir.graph import Graph, erase, insert, meta_of, replace
+from ...core.ir.containers import find_tensor
+from ...core.ir.graph import Graph, erase, get_meta, insert, replace
 from ...core.torch_internals.modules import conv_forward, is_erased, is_hooked
 
 WEIGHTS = ["down.weight", "up.weight"]
@@ -78,7 +78,7 @@ def layer_of(tree: nn.Module, node: fx.Node) -> Layer | None:
         return None
     kind, weight_at, bias_at = PRODUCTS[node.target]
     weight, bias = argument(node, weight_at, "weight"), argument(node, bias_at, "bias") if bias_at > 0 else None
-    packed = getattr(weight, "op", "") == "get_attr" and quantised.is_packed(tensor_at(tree, str(weight.target)))
+    packed = getattr(weight, "op", "") == "get_attr" and quantised.is_packed(find_tensor(tree, str(weight.target)))
     return None if packed else Layer(node, kind, None, weight, bias)
 
 
@@ -178,7 +178,7 @@ def call_instead(
     for name in [f"{layer.target}.weight", f"{layer.target}.bias", *(f"{old.target}.{key}" for key in more)]:
         owner, _, key = name.rpartition(".")
         tensor = getattr(tree.get_submodule(owner), key)
-        meta = {} if tensor is None else {**meta_of(tensor), **around}
+        meta = {} if tensor is None else {**get_meta(tensor), **around}
         weights.append(None if tensor is None else insert(graph, "get_attr", name, before=old, meta=meta))
     args = (layer.args[0], *weights, *rest)
     replace(old, insert(graph, "call_function", function, args, before=old, meta={**old.meta, **around}))

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...blocks.low_rank import added, side
+from ...blocks.low_rank import add_update, compute_update
 from ...core.errors import SpecError
 from ...core.torch_internals.tensors import onednn_linear
 
@@ -48,7 +48,7 @@ def lora(
 ) -> Tensor:
     """Compute x @ (weight + scale * up @ down).T + bias, for x (rows, in), in the cheaper order."""
     if pays(x.shape[0], *weight.shape):
-        return multiply(x, added(weight, down, up, scale), bias, blas)
+        return multiply(x, add_update(weight, down, up, scale), bias, blas)
     return multiply(x, weight, bias, blas).addmm_(multiply(x, down, None, blas).mul_(scale), up.t())
 
 
@@ -102,7 +102,7 @@ def bank(
         used = used_factors(down, up, takes[0])
         return (multiply(flat, weight, bias, blas) if used is None else lora(flat, weight, bias, *used, blas)).view(shape)
     if x.dim() < 2 or batch_dim < 0 or x.shape[batch_dim] % batch:  # no samples in it: what all of them take
-        return (multiply(flat, weight, bias, blas) + side(flat, down, up, rows, -1)).view(shape)
+        return (multiply(flat, weight, bias, blas) + compute_update(flat, down, up, rows, -1)).view(shape)
     if batch_dim:
         first = x.transpose(0, batch_dim)
         return bank(first, weight, bias, down, up, rows, slots, 0, blas).transpose(0, batch_dim).contiguous()

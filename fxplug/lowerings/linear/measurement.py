@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...blocks.low_rank import side
-from ...core.errors import SpecError, brief_fields, outline, shown
+from ...blocks.low_rank import compute_update
+from ...core.errors import SpecError, cut_lines, format_fields, quote
 from ...core.ir.traced_module import TracedModule, check_traced
 from ...core.rewriter.probe import GraphRun
 from . import forms, operators
@@ -38,7 +38,7 @@ class Timing:
     ratios: Mapping[str, tuple[float, float]]
     layers: Sequence[str]
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Tuned:
 
     timings: Sequence[Timing]
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     def __str__(self) -> str:
-        return outline(self.listing)
+        return cut_lines(self.listing)
 
     @property
     def listing(self) -> str:
@@ -96,7 +96,7 @@ def tune(
     """
     check_traced(gm, "tune")
     if not isinstance(turns, int) or isinstance(turns, bool) or not 1 <= turns <= MOST:
-        raise SpecError(f"turns must be a whole number from 1 to {MOST}, not {shown(turns)}")
+        raise SpecError(f"turns must be a whole number from 1 to {MOST}, not {quote(turns)}")
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     rows = rows_of(gm, args, kwargs or {}) if args or kwargs else {}
     found: dict[Case, list[Any]] = {}
@@ -183,7 +183,7 @@ def calls_of(device: torch.device, case: Case) -> dict[str, Callable[[], Any]]:
         return {"stock": ready(F.linear, x, weight, bias), "fused": ready(operators.linear, x, weight, bias)}
 
     def stock() -> Any:
-        return torch.add(F.linear(x, weight, bias), side(x, down, up, rows))
+        return torch.add(F.linear(x, weight, bias), compute_update(x, down, up, rows))
 
     found = {"stock": ready(stock)}
     own = device.type != "cpu" or dtype == torch.float32

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...blocks.low_rank import added, side
+from ...blocks.low_rank import add_update, compute_update
 from ...core.torch_internals.tensors import is_transforming
 from . import devices, library
 
@@ -80,9 +80,9 @@ def lora_linear(
     alone = compiled and x.device.type != "cpu"  # there the compiler has products of its own, and joins what is around them
     plain = way.startswith(("stock", "triton")) or not _fits(x, weight, down, up) or torch.compiler.is_exporting()
     if plain or (alone and (trained or autocast)):
-        return torch.add(F.linear(x, weight, bias), side(x, down, up, scale))
+        return torch.add(F.linear(x, weight, bias), compute_update(x, down, up, scale))
     if alone:  # but none for the update beside: on the weight, no pass over the rows is for it
-        return F.linear(x, added(weight, down, up, scale), bias)
+        return F.linear(x, add_update(weight, down, up, scale), bias)
     blas = way == "blas"
     flat, shape = x.flatten(0, -2), (*x.shape[:-1], weight.shape[0])
     if trained:
@@ -120,7 +120,7 @@ def bank_linear(
     if x.device.type == "cpu" and not plain:
         call = torch.ops.fxplug.bank if torch.compiler.is_compiling() else library.bank
         return call(x, weight, bias, down, up, rows, slots, batch_dim, way == "blas")
-    return torch.add(linear(x, weight, bias, way), side(x, down, up, rows, batch_dim))
+    return torch.add(linear(x, weight, bias, way), compute_update(x, down, up, rows, batch_dim))
 
 
 def _kernels(form: str, x: Tensor, *weights: Tensor | None, slots: int = 1) -> Any:

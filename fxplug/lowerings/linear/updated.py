@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 
 from ...blocks.lokr import Lokr
 from ...blocks.lora_weight import Dora
-from ...blocks.low_rank import decomposed, factor, kronecker, over_norm
-from ...core.ir.graph import Graph, erase_unused, insert, meta_of, replace
+from ...blocks.low_rank import decompose, divide_by_norm, make_factor, make_kronecker
+from ...core.ir.graph import Graph, erase_unused, get_meta, insert, replace
 from . import library, operators
 from .layers import argument, called
 from .operators import Run
@@ -49,7 +49,7 @@ def fuse_mapped(graph: Graph, tree: nn.Module, found: Mapped, form: str) -> None
 
     def read(name: str) -> fx.Node:
         tensor = getattr(found.block, name)
-        return insert(graph, "get_attr", f"{path}.{name}", before=node, meta={**meta_of(tensor), **around})
+        return insert(graph, "get_attr", f"{path}.{name}", before=node, meta={**get_meta(tensor), **around})
 
     there = {"scale", *(name for name, _ in found.block.named_parameters())}
     names = ("down", "up", "scale", "magnitude") if isinstance(found.block, Dora) else ("scale", *FACTORS)
@@ -77,7 +77,7 @@ def dora_linear(
     """
     way = _form_of_call(form, x, weight, bias, down, up, magnitude)
     if way == "stock":
-        return F.linear(x, decomposed(weight + scale * (up @ down), magnitude, 0, weight.dtype).to(weight.dtype), bias)
+        return F.linear(x, decompose(weight + scale * (up @ down), magnitude, 0, weight.dtype).to(weight.dtype), bias)
     x, bias, given = _called(x, bias)
     call = torch.ops.fxplug.dora if torch.compiler.is_compiling() or operators.trains(x, bias, down, up, magnitude) else dora
     return call(given, weight, bias, down, up, scale, magnitude, way == "blas")[0].view(*x.shape[:-1], len(weight))
@@ -95,10 +95,10 @@ def lokr_linear(
     w1 is (a, c) and w2 (b, d) with a * b = out and c * d = in (LoKr, arXiv 2309.14859).
     """
     own = {n: t for n, t in zip(FACTORS, (w1, w1_a, w1_b, w2, w2_a, w2_b), strict=True) if t is not None}
-    first, second = factor(own, "lokr_w1"), factor(own, "lokr_w2")
+    first, second = make_factor(own, "lokr_w1"), make_factor(own, "lokr_w2")
     way = _form_of_call(form, x, weight, bias, first, second)
     if way == "stock":
-        return F.linear(x, (weight + scale * kronecker(first, second)).to(weight.dtype), bias)
+        return F.linear(x, (weight + scale * make_kronecker(first, second)).to(weight.dtype), bias)
     x, bias, given = _called(x, bias)
     call = torch.ops.fxplug.lokr if torch.compiler.is_compiling() or operators.trains(x, bias, first, second) else lokr
     return call(given, weight, bias, first, second, scale, way == "blas")[0].view(*x.shape[:-1], len(weight))
@@ -143,7 +143,7 @@ def dora(
     """Compute `dora_linear` for x (rows, in); return its result, the changed weight in the dtype of x, and the norms |V|."""
     changed = torch.addmm(weight.to(torch.promote_types(weight.dtype, up.dtype)), up * scale, down)
     norm = torch.linalg.vector_norm(changed.to(weight.dtype), dim=1)  # as the magnitudes of a new one were taken
-    changed = (changed * over_norm(magnitude.flatten(), norm)[:, None]).to(x.dtype)
+    changed = (changed * divide_by_norm(magnitude.flatten(), norm)[:, None]).to(x.dtype)
     return library.multiply(x, changed, bias, blas), changed, norm
 
 
@@ -193,9 +193,9 @@ def _dora_backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     x, weight, bias, down, up, scale, magnitude, y, changed, norm = ctx.saved_tensors
     needs = ctx.needs_input_grad
     if torch.is_grad_enabled():
-        whole = decomposed(weight + scale * (up @ down), magnitude, 0, weight.dtype)
+        whole = decompose(weight + scale * (up @ down), magnitude, 0, weight.dtype)
         return _differentiable((x, weight, bias, down, up, scale, magnitude), needs, whole, g)
-    ratio = (over_norm(magnitude.flatten(), norm) * scale).to(g.dtype)[:, None]
+    ratio = (divide_by_norm(magnitude.flatten(), norm) * scale).to(g.dtype)[:, None]
     gx = torch.ops.fxplug.product(g, changed.t(), None, ctx.blas) if needs[0] else None
     inner, hidden = g @ (up.to(g.dtype) * ratio), x @ down.to(x.dtype).t()
     gd, gu = inner.t() @ x, (g.t() @ hidden) * ratio
@@ -215,7 +215,7 @@ def _lokr_backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     of a factor."""
     x, weight, bias, first, second, scale, changed = ctx.saved_tensors
     if torch.is_grad_enabled():
-        whole = weight + scale * kronecker(first, second)
+        whole = weight + scale * make_kronecker(first, second)
         return _differentiable((x, weight, bias, first, second, scale), ctx.needs_input_grad, whole, g)
     needs, (a, c), (b, d), rows = ctx.needs_input_grad, first.shape, second.shape, len(g)
     parts, blocks = x.reshape(-1, d), g.reshape(rows, a, b)

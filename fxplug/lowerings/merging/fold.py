@@ -10,17 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ...adapters.slots import Adapters
-from ...blocks.base import Table, with_values
+from ...blocks.base import Table, check_values
 from ...core import quantised
 from ...core.errors import SpecError, did_you_mean
 from ...core.ir import ops
-from ...core.ir.containers import tensor_at
-from ...core.ir.graph import Graph, added, copy_graph, erase_unused, insert, meta_of, redirect, replace, set_argument
-from ...core.ir.regions import Regions, listed
+from ...core.ir.containers import find_tensor
+from ...core.ir.graph import Graph, copy_graph, erase_unused, get_meta, insert, is_added, redirect, replace, set_argument
+from ...core.ir.regions import Regions, format_names
 from ...core.ir.traced_module import TracedModule, check_traced, strip_to_container
 from ...core.locks import with_read_lock
 from ...core.rewriter.networks import GATES
-from ...core.spec.addresses import Port, identifier
+from ...core.spec.addresses import Port, make_identifier
 from ..linear.layers import BEHIND, LAYERS, PRODUCTS, argument, result_read
 from .foldable import FoldableGraph, inner
 from .numeric_check import evaluate
@@ -141,7 +141,7 @@ def uniform(gm: nn.Module, name: str) -> Tensor:
     """Return the gates of a pass's slots for the whole batch, float32 (slots,). Raises SpecError if samples differ."""
     table = gm.get_submodule(f"{name}.{GATES}.table")
     assert isinstance(table, Table)
-    weights = with_values(table.weights).float()
+    weights = check_values(table.weights).float()
     if not torch.equal(weights[: max(int(table.entries), 1)], weights[:1].expand(max(int(table.entries), 1), -1)):
         raise SpecError(
             f"the samples of a batch use different adapters of '{name}', which cannot be merged into one weight: use the same "
@@ -220,19 +220,19 @@ class FoldPlan:
             made_by = node.meta.get("pass")
             if made_by is None or made_by["name"] not in self.passes or node.op in ("placeholder", "output"):
                 continue
-            if node.target is ops.edge and added(node):
+            if node.target is ops.edge and is_added(node):
                 bypass(node, node.args[0])
-            elif added(node) or self.networked(node) or node.op == "get_attr":
+            elif is_added(node) or self.networked(node) or node.op == "get_attr":
                 erase_unused([node])
         for node in graph.nodes:
             made_by = node.meta.get("pass")
             name = str(node.target).partition(".")[0] if node.op in ("call_module", "get_attr") else ""
-            if made_by is not None and made_by["name"] in self.passes and (added(node) or self.networked(node)):
+            if made_by is not None and made_by["name"] in self.passes and (is_added(node) or self.networked(node)):
                 beside = made_by.get("block") in [kind.__name__ for kind in BEHIND]
                 reason = (
                     "there is no layer with a weight directly before or after it"
                 ) if beside else "it depends on more than weights"
-                self.refused(node, quantised.why_not(self.gm, made_by.get("site", "")) or reason)
+                self.refused(node, quantised.explain_fixed(self.gm, made_by.get("site", "")) or reason)
             elif name in self.passes:
                 self.reasons[name].setdefault("it", f"'{node.name}' reads its weights")
         close(graph, self.gm, self.tree, self.passes)
@@ -260,7 +260,7 @@ class FoldPlan:
             lines += [f"  {name}: ... and {len(rows) - 3} more"] if len(rows) > 3 else []
         rest = [e["name"] for e in self.gm.meta["passes"] if e["name"] in self.passes and e["name"] not in bad]
         way = f"merge the others: passes={rest}" if rest else "leave it un-merged"
-        raise SpecError("\n".join([f"{listed(list(bad))} cannot be merged; {way}", *lines]))
+        raise SpecError("\n".join([f"{format_names(list(bad))} cannot be merged; {way}", *lines]))
 
     # --- the result
 
@@ -281,7 +281,7 @@ class FoldPlan:
         made: dict[Any, Tensor] = {}
         found: dict[str, Tensor] = {}
         for use in self.changed():
-            old = tensor_at(self.tree, use.name)
+            old = find_tensor(self.tree, use.name)
             key = (id(old) if old is not None else use.name, use.part, use.steps)  # what was tied stays so
             if key not in made:
                 made[key] = self.value(use, old, gates)
@@ -351,8 +351,8 @@ def read(graph: Graph, node: fx.Node, part: int, name: str) -> None:
     at, key = (weight_at, "weight") if part == 1 else (bias_at, "bias")
     old = argument(node, at, key)
     shape = old.meta["shape"] if isinstance(old, fx.Node) else (node.meta["shape"][-1 if node.target is F.linear else 1],)
-    meta = {**meta_of(node, "nn_module_stack", "pass", "dtype"), "shape": shape}
-    set_argument(node, at, key, insert(graph, "get_attr", name, before=node, name=identifier(name), meta=meta))
+    meta = {**get_meta(node, "nn_module_stack", "pass", "dtype"), "shape": shape}
+    set_argument(node, at, key, insert(graph, "get_attr", name, before=node, name=make_identifier(name), meta=meta))
 
 
 def close(graph: Graph, gm: TracedModule, tree: nn.Module, passes: set[str]) -> None:
@@ -383,9 +383,9 @@ def close(graph: Graph, gm: TracedModule, tree: nn.Module, passes: set[str]) -> 
             continue
         inside -= {n for n in inside if n is not product and not inside.issuperset(n.users)}  # others read it too
         port, stack = Port(region.key, "out"), entry.meta["nn_module_stack"]
-        meta = {**meta_of(leave), "port": port, "nn_module_stack": stack}
+        meta = {**get_meta(leave), "port": port, "nn_module_stack": stack}
         leaf = insert(
-            graph, "call_module", region.path, (entry.args[0],), before=product, name=identifier(region.key), meta=meta
+            graph, "call_module", region.path, (entry.args[0],), before=product, name=make_identifier(region.key), meta=meta
         )
         before = leaf
         for node in reversed(behind):

@@ -15,8 +15,8 @@ from ...blocks.lora_weight import Dora
 from ...blocks.scale import Scale, Ssf
 from ...blocks.weight_update import Delta
 from ...core.ir import ops
-from ...core.ir.containers import tensor_at
-from ...core.ir.graph import added
+from ...core.ir.containers import find_tensor
+from ...core.ir.graph import is_added
 from ..linear.layers import LAYERS, PRODUCTS, Layer, argument, following_blocks, inside, layer_of, misfit, readers, result_read
 from .numeric_check import Unfoldable, compared
 from .updates import FoldStep, ParameterUse
@@ -109,7 +109,7 @@ class FoldableGraph:
         around = self.around(layer, rest, others)
         path = next(reversed((node.meta.get("nn_module_stack") or {"": ("", "")}).values()))[0]
         own = f"{path}.weight"
-        if (first or around) and not rest and own != name and tensor_at(self.tree, own) is tensor_at(self.tree, name):
+        if (first or around) and not rest and own != name and find_tensor(self.tree, own) is find_tensor(self.tree, name):
             name = self.named[node] = own  # tied: it is changed under the layer's own name
         self.note(ParameterUse(name, "weight", kind, node, (*first, *around)))
         if kind == "Embedding":
@@ -294,7 +294,7 @@ def inner(node: fx.Node) -> fx.Node:
     nodes = sorted(between(node), reverse=True)
     values = [v for n in nodes for v in n.all_input_nodes]
     found = [v for v in values if v.meta.get("behind") == tag and v is not node]
-    found += [v for v in values if v.op == "get_attr" and not (added(v) and "site" in v.meta["pass"])]
+    found += [v for v in values if v.op == "get_attr" and not (is_added(v) and "site" in v.meta["pass"])]
     if not found:
         raise Unfoldable("it does not read the parameter")
     return found[0]

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...blocks.base import Table, with_values
+from ...blocks.base import Table, check_values
 from ...blocks.lora import Lora
-from ...blocks.low_rank import in_slot
+from ...blocks.low_rank import view_slot
 from ...blocks.weight_update import Update
 from ...core.errors import SpecError
 from ...core.extensions import DERIVATION
-from ...core.ir.comparison import equal
-from ...core.ir.containers import leaves
+from ...core.ir.comparison import is_equal
+from ...core.ir.containers import list_leaves
 from ...core.ir.traced_module import TracedModule
 from ...core.locks import with_read_lock
 from ...core.rewriter.networks import GATES
@@ -130,7 +130,7 @@ class Shadows(KeptBases):
     def after_call(self, result: Any) -> None:
         """Check that a backward pass through the result of a call reads the weights of that call."""
         if torch.is_grad_enabled():
-            for value in leaves(result):
+            for value in list_leaves(result):
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     value.grad_fn.register_prehook(functools.partial(self._check_unchanged, self.writes))
 
@@ -151,13 +151,13 @@ class Shadows(KeptBases):
         gates = self.choice(root)
         for module in (self, *(root.get_submodule(path) for row in self.rows for _, path, _ in row.steps)):
             for parameter in module.parameters():
-                with_values(parameter)
+                check_values(parameter)
         for row in self.rows:
-            with_values(_shadow(root, row))
+            check_values(_shadow(root, row))
         for row in self.rows:
             old = self.state.pop(row.name, None)
             now = [_parts(root.get_submodule(path), gates[name]) for _, path, name in row.steps]
-            if old is None or not equal(old, now):
+            if old is None or not is_equal(old, now):
                 self.make(root, row, now, gates)
                 old = [[(gate, slot, [t.clone() for t in tensors]) for gate, slot, tensors in parts] for parts in now]
             self.state[row.name] = old
@@ -209,7 +209,7 @@ def _slot(block: nn.Module, slot: int) -> list[Tensor]:
     assert isinstance(block, Lora)
     down, up = weight_of(block.down).detach(), weight_of(block.up).detach()
     groups = 0 if block.kind == "Embedding" else block.geometry.get("groups", 1)
-    return [in_slot(down, slot, block.slots, groups), in_slot(up, slot, block.slots)]
+    return [view_slot(down, slot, block.slots, groups), view_slot(up, slot, block.slots)]
 
 
 def _parts(block: nn.Module, gates: list[float]) -> Parts:

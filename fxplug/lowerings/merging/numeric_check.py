@@ -11,7 +11,7 @@ from torch import fx, nn
 from ...blocks.lora import Lora
 from ...core.errors import FxplugError
 from ...core.ir.comparison import REWRITTEN, is_close
-from ...core.ir.containers import tensor_at
+from ...core.ir.containers import find_tensor
 from ...core.ir.traced_module import strip_to_container
 from ..linear.layers import Layer
 from .updates import delta, in_dtype, weight_of
@@ -65,7 +65,7 @@ def evaluate(node: fx.Node, tree: nn.Module, given: Mapping[fx.Node, Any], dtype
                 raise Unfoldable(f"it depends on the input '{n.target}'")
             args, kwargs = fx.node.map_arg(n.args, run), fx.node.map_arg(n.kwargs, run)
             if n.op == "get_attr":
-                value: Any = tensor_at(tree, str(n.target))
+                value: Any = find_tensor(tree, str(n.target))
                 done[n] = value.detach().to(dtype) if value.is_floating_point() else value
             elif n.op == "call_module":
                 done[n] = in_dtype(tree.get_submodule(str(n.target)), dtype, *args)

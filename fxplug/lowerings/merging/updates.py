@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from ...blocks.lora import Lora
-from ...blocks.low_rank import in_groups, spread
+from ...blocks.low_rank import repeat_gates, split_groups
 from ...blocks.scale import Scale, Ssf
 from ...blocks.weight_update import Update
 from ...core.ir.traced_module import strip_to_container
@@ -75,11 +75,11 @@ def _factors(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> tuple[Ten
     transposed."""
     down, up = weight_of(block.down), weight_of(block.up)
     groups = block.geometry.get("groups", 1)
-    down, up = in_groups(down.T if block.kind == "Embedding" else down, groups), in_groups(up, groups)
+    down, up = split_groups(down.T if block.kind == "Embedding" else down, groups), split_groups(up, groups)
     if gates is None:
         return down.to(dtype) * block.scale.to(dtype), up.to(dtype)
     # the slots follow each other within each group; those that are not in use cost nothing
-    rows = spread(gates.cpu(), down.shape[1])
+    rows = repeat_gates(gates.cpu(), down.shape[1])
     used = rows.nonzero()[:, 0].to(down.device)
     return down[:, used].to(dtype) * rows[rows != 0][:, None].to(down.device, dtype), up[:, :, used].to(dtype)
 

@@ -12,9 +12,9 @@ from torch import fx, nn
 
 from ...core.errors import SpecError
 from ...core.ir import functions
-from ...core.ir.graph import added
-from ...core.ir.subgraphs import RegionCut, aliases
-from ...core.ir.traced_module import check_traced, class_names
+from ...core.ir.graph import is_added
+from ...core.ir.subgraphs import RegionCut, may_share_memory
+from ...core.ir.traced_module import check_traced, list_class_names
 
 SMALL = 1e-3  # a region of less than this share of the model's activations is not worth a second run
 
@@ -44,7 +44,8 @@ def choose(
     is not worth a second run. Sizes are those of the trace.
     """
     tree = _nesting_tree(graph, members)
-    new = {n: 0 if n.op in ("placeholder", "output", "get_attr") or aliases(n, root) else _bytes(n) for n in graph.nodes}
+    free = ("placeholder", "output", "get_attr")
+    new = {n: 0 if n.op in free or may_share_memory(n, root) else _bytes(n) for n in graph.nodes}
     inside = {key: sum(new[n] for n in members.get(key, graph.nodes)) for key in tree}
     structures = {key: hash(_structure(nodes, root)) for key, nodes in members.items() if not _is_leaf(key, nodes)}
     alike = Counter(structures.values())
@@ -84,7 +85,7 @@ def _nesting_tree(graph: fx.Graph, members: Mapping[str, list[fx.Node]]) -> netw
     tree: networkx.DiGraph[str] = networkx.DiGraph()
     tree.add_node("")
     for node in graph.nodes:
-        if not added(node):
+        if not is_added(node):
             keys = [key for key in node.meta.get("nn_module_stack", {}) if key == "" or key in members]
             for outer, inner in zip(keys, keys[1:], strict=False):
                 if inner not in tree:
@@ -104,7 +105,7 @@ def _structure(nodes: list[fx.Node], root: nn.Module) -> tuple[object, ...]:
 
     def what(node: fx.Node) -> object:
         if node.op == "call_module":
-            return class_names(root.get_submodule(str(node.target)))[0]
-        return functions.short_name(node.target)
+            return list_class_names(root.get_submodule(str(node.target)))[0]
+        return functions.get_short_name(node.target)
 
-    return tuple((what(n), len(n.all_input_nodes)) for n in nodes if not added(n) and n.target is not None)
+    return tuple((what(n), len(n.all_input_nodes)) for n in nodes if not is_added(n) and n.target is not None)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...core.errors import SpecError
-from ...core.ir.subgraphs import changed_input
+from ...core.ir.subgraphs import find_changed_input
 from ...core.ir.traced_module import TracedModule
-from ...core.quantised import described, is_quantised
+from ...core.quantised import describe_layer, is_quantised
 from .submodules import Checkpointed, check_outlined, originals
 
 
@@ -38,7 +38,7 @@ def shard(outlined: TracedModule, mesh: Any = None, **options: Any) -> TracedMod
     for module in outlined.modules():
         if isinstance(module, TracedModule):
             module._compile()  # before fully_shard makes a class of its own, which would hide that the code is not written
-    packed = next((described(m) for m in outlined.modules() if is_quantised(m)), None)
+    packed = next((describe_layer(m) for m in outlined.modules() if is_quantised(m)), None)
     try:
         for unit in units:
             if all(uses[id(p)] == 1 for p in unit.parameters()) and not _changes_input(unit):
@@ -81,4 +81,4 @@ def _shared_parameters(outlined: TracedModule, units: Sequence[nn.Module]) -> se
 def _changes_input(unit: nn.Module) -> bool:
     region: Any = unit.region if isinstance(unit, Checkpointed) else unit
     graphs = region.graphs.values()
-    return any(changed_input(g.nodes, [n for n in g.nodes if n.op == "placeholder"], region) for g in graphs)
+    return any(find_changed_input(g.nodes, [n for n in g.nodes if n.op == "placeholder"], region) for g in graphs)

@@ -14,13 +14,21 @@ from torch import Tensor, fx, nn
 from ...core.errors import MatchError, SpecError
 from ...core.extensions import DERIVATION
 from ...core.ir import ops
-from ...core.ir.containers import Container, SharedCode, plain_attributes, tensor_at
-from ...core.ir.entry_checks import computes_only
+from ...core.ir.containers import Container, SharedCode, find_tensor, get_plain_attributes
+from ...core.ir.entry_checks import is_pure
 from ...core.ir.functions import REGION
 from ...core.ir.graph import Graph, change, copy_graph, copy_nodes, erase_unused, insert, replace
-from ...core.ir.subgraphs import RegionCut, aliases, changed_input, extract, members, plan, unique_names
-from ...core.ir.traced_module import TracedModule, class_names, strip_to_container
-from ...core.torch_internals.modules import as_listened, constant_floats, is_compiling
+from ...core.ir.subgraphs import (
+    RegionCut,
+    collect_nodes,
+    extract,
+    find_changed_input,
+    make_unique_names,
+    may_share_memory,
+    plan,
+)
+from ...core.ir.traced_module import TracedModule, list_class_names, strip_to_container
+from ...core.torch_internals.modules import as_listened, is_compiling, keep_floats_constant
 from ...core.torch_internals.tensors import memory_id
 from ..lowering import Lowering
 from .choice import check_outlinable, choose
@@ -45,7 +53,7 @@ class Nested(SharedCode):
         self.body = fx.GraphModule(nn.Module(), graph, name)
         self.code = type(self.body).forward
         self.compiled_once = torch.compiler.nested_compile_region(self.code, max_reuse_entries=1 << 30)
-        self.constant_floats = constant_floats()
+        self.constant_floats = keep_floats_constant()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Nested:
         """Copy the module, but share its code and its compiled code."""
@@ -105,7 +113,7 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
     kinds: dict[Any, str] = {}
     calls: dict[str, dict[str, None]] = {}
     for mode, graph in graphs.items():
-        names = unique_names(chosen[mode])
+        names = make_unique_names(chosen[mode])
         for key, (nodes, kind) in chosen[mode].items():
             if kind not in kinds:
                 kinds[kind] = _name(gm, key, kinds.values())
@@ -116,7 +124,7 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
             body, given = _functional(own, key)
             if kinds[kind] not in holder._modules:
                 new = holder._modules[kinds[kind]] = Nested(body, kinds[kind])
-                new.repeatable = frozenset(training for training in (False, True) if computes_only(own.nodes, gm, training))
+                new.repeatable = frozenset(training for training in (False, True) if is_pure(own.nodes, gm, training))
             code: Any = holder._modules[kinds[kind]]
             constants = {str(node.target): {"constant": True} for node in own.nodes if node.meta.get("constant")}
             code.constants = code.constants.union(constants).difference(given)
@@ -145,7 +153,7 @@ def _plain(graph: fx.Graph) -> Graph:
 def _name(gm: TracedModule, key: str, taken: Iterable[str]) -> str:
     """Return a name for a kind of region: the class of its original module, with a number if there are more of that name."""
     module = dict(gm.named_modules()).get(_path(key))
-    kind = "Region" if module is None else class_names(module)[0]
+    kind = "Region" if module is None else list_class_names(module)[0]
     names, name, number = set(taken), kind, 1
     while name in names:
         number += 1
@@ -163,7 +171,7 @@ def _path(key: str) -> str:
 
 def _chosen(graph: fx.Graph, gm: TracedModule, patterns: Sequence[str] | None) -> dict[str, tuple[list[fx.Node], Any]]:
     """Return the disjoint regions of a graph to nest, in the order they run: their nodes, and a key equal for shared code."""
-    inside = members(graph)
+    inside = collect_nodes(graph)
     kinds: dict[str, Any] = {}
     sizes: dict[str, int] = {}
 
@@ -201,12 +209,12 @@ def _cut(key: str, nodes: list[fx.Node], root: nn.Module) -> RegionCut | str:
         return cut
     if _shares_memory(cut, root):
         return "cannot be outlined, because it reads two weights that share memory"
-    if changed := changed_input(cut.nodes, cut.inputs, root):
+    if changed := find_changed_input(cut.nodes, cut.inputs, root):
         return f"cannot be outlined, because '{changed.name}' changes its input in place"
     memory: dict[fx.Node, fx.Node] = {}
     for node in cut.nodes:
         first = next(iter(node.all_input_nodes), node)
-        memory[node] = memory.get(first, first) if aliases(node, root) else node
+        memory[node] = memory.get(first, first) if may_share_memory(node, root) else node
     lent = [memory[node] for node in cut.outputs if "shape" in node.meta]
     if any(node in cut.inputs or node.op == "get_attr" for node in lent):
         return "cannot be outlined, because it returns a view of its input"
@@ -223,7 +231,7 @@ def _shares_memory(cut: RegionCut, root: nn.Module) -> bool:
             layer = root.get_submodule(str(node.target))
             read.update({id(p): p for p in layer.parameters()})
         elif node.op == "get_attr":
-            value = tensor_at(root, str(node.target))
+            value = find_tensor(root, str(node.target))
             read.update({} if value is None else {id(value): value})
     storages = [memory_id(t.untyped_storage()) for t in read.values() if t.numel()]
     return len(set(storages)) < len(storages)
@@ -272,9 +280,9 @@ def _described(root: nn.Module, target: str) -> Any:
         return _tensor(found)
     rows = []
     for name, module in found.named_modules():
-        settings = tuple(sorted((k, repr(v)) for k, v in plain_attributes(module).items()))
+        settings = tuple(sorted((k, repr(v)) for k, v in get_plain_attributes(module).items()))
         tensors = [*module._parameters.items(), *module._buffers.items()]
-        rows.append((name, class_names(module), settings, tuple((k, _tensor(t)) for k, t in tensors)))
+        rows.append((name, list_class_names(module), settings, tuple((k, _tensor(t)) for k, t in tensors)))
     return tuple(rows)
 
 

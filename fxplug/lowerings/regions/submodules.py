@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from ...core.errors import FxplugError, MatchError, SpecError
 from ...core.ir.calls import CHECKPOINTING
-from ...core.ir.containers import Container, named_tensors, tensor_at
+from ...core.ir.containers import Container, find_tensor, list_tensors
 from ...core.ir.functions import REGION
 from ...core.ir.graph import copy_graph, erase_unused
-from ...core.ir.regions import regions_of
-from ...core.ir.subgraphs import RegionCut, changed_input, extract, members, plan, unique_names, written
-from ...core.ir.traced_module import TracedModule, class_names, strip_to_container
-from ...core.rewriter.near_misses import misses
+from ...core.ir.regions import find_regions
+from ...core.ir.subgraphs import RegionCut, collect_nodes, extract, find_changed_input, find_written, make_unique_names, plan
+from ...core.ir.traced_module import TracedModule, list_class_names, strip_to_container
+from ...core.rewriter.near_misses import describe_misses
 from ...core.spec.addresses import select
 from ...core.spec.rules import Match
 from ...core.torch_internals.modules import NormBase
@@ -43,16 +43,16 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
     check_outlinable(gm, regions, "outline")
     checkpoint = checkpoint or bool(gm.meta.get(CHECKPOINTING))
     graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
-    inside = {mode: members(graph) for mode, graph in graphs.items()}
+    inside = {mode: collect_nodes(graph) for mode, graph in graphs.items()}
 
     def cut_at(key: str, nodes: list[fx.Node]) -> RegionCut | str:
         cut = plan(key, nodes, gm)
-        node = changed_input(cut.nodes, cut.inputs, gm) if checkpoint and isinstance(cut, RegionCut) else None
+        node = find_changed_input(cut.nodes, cut.inputs, gm) if checkpoint and isinstance(cut, RegionCut) else None
         return cut if node is None else f"cannot be checkpointed, because '{node.name}' changes its input in place"
 
     train = True in graphs
     keys = choose(graphs[train], inside[train], gm, cut_at) if regions is None else named(gm, regions)
-    names = unique_names(keys)
+    names = make_unique_names(keys)
     home = "regions"
     while hasattr(gm, home):
         home += "_"
@@ -78,7 +78,7 @@ def originals(outlined: TracedModule) -> dict[str, Tensor]:
     a module that is not outlined.
     """
     check_outlined(outlined, "originals")
-    return {name: tensor_at(outlined, now) for name, now in outlined.meta["originals"].items()}  # type: ignore[misc]
+    return {name: find_tensor(outlined, now) for name, now in outlined.meta["originals"].items()}  # type: ignore[misc]
 
 
 def check_outlined(module: Any, caller: str) -> None:
@@ -143,13 +143,13 @@ def _put(buffers: list[Tensor], values: list[Tensor]) -> None:
 
 def named(gm: TracedModule, patterns: Sequence[str]) -> list[str]:
     """Return the outermost regions that the patterns match in any of the graphs, in the order they ran."""
-    views = regions_of(gm)
+    views = find_regions(gm)
     order = list(dict.fromkeys(key for regions in views for key in regions.ran))
     found: set[str] = set()
     for pattern in patterns:
         matched = {key for regions in views for key in select(pattern, regions.candidates(pattern))}
         if not matched:
-            rows = "\n".join(misses(views[0], Match(pattern)))
+            rows = "\n".join(describe_misses(views[0], Match(pattern)))
             raise MatchError(f"no region to outline matches '{pattern}'\n{rows}")
         found |= matched
     stacks: dict[str, set[str]] = {}
@@ -204,7 +204,7 @@ def _assembled(
     new = TracedModule(tree, dict(graphs), gm._origin, gm._extras)
     new.twin_error = gm.twin_error
     where: dict[int, str] = {}
-    for name, tensor in named_tensors(new):
+    for name, tensor in list_tensors(new):
         where.setdefault(id(tensor), name)
     old = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
     new.meta = {
@@ -231,7 +231,7 @@ def _subtree(tree: nn.Module, targets: set[str]) -> Container:
         for part in parents:
             there = there.get_submodule(part)
             if part not in here._modules:
-                stand_in = Container(class_names(there))
+                stand_in = Container(list_class_names(there))
                 stand_in.training = there.training
                 here._modules[part] = stand_in
             here = here.get_submodule(part)
@@ -282,7 +282,7 @@ def _mutated_buffers(modes: Mapping[bool, fx.Graph], region: nn.Module) -> list[
     graph = modes.get(True) or next(iter(modes.values()))
     found: dict[str, None] = {}
     for node in graph.nodes:
-        found.update({str(v.target): None for v in written(node, region) if v.op == "get_attr"})
+        found.update({str(v.target): None for v in find_written(node, region) if v.op == "get_attr"})
         if node.op == "call_module":
             for path, module in region.get_submodule(str(node.target)).named_modules(prefix=str(node.target)):
                 tracks = isinstance(module, NormBase)

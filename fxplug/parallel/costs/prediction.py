@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import FxplugError, SpecError, brief_fields, did_you_mean, shown
-from ...core.ir.containers import leaves, map_leaves
+from ...core.errors import FxplugError, SpecError, did_you_mean, format_fields, quote
+from ...core.ir.containers import list_leaves, map_leaves
 from ...core.ir.traced_module import TracedModule, strip_to_container
-from ...core.rewriter.probe import GraphRun, empty, swapped
+from ...core.rewriter.probe import GraphRun, make_empty, swap_weights
 from ...core.torch_internals import tensors as kernels
 from ..comparison import pretending
 from ..plan import Plan, parallel_plan, sent_by_nodes
@@ -51,7 +51,7 @@ class Cost:
     compute: float  # the share of the time in which it computes
     ways: Mapping[str, int]
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
 def link_of(text: str) -> tuple[float, float]:
@@ -86,7 +86,7 @@ def predict(
     """
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     if not (isinstance(speed, (int, float)) and math.isfinite(speed) and speed > 0):
-        raise SpecError(f"speed is in teraFLOP a second, above 0, not {shown(speed)}")
+        raise SpecError(f"speed is in teraFLOP a second, above 0, not {quote(speed)}")
     try:
         plan = parallel_plan(gm, args, kwargs, ulysses=2, check=False)
     except SpecError as error:
@@ -133,7 +133,7 @@ def fastest_plan(
         SpecError: No tokens can be split, or in no way over so many processes.
     """
     if type(devices) is not int or devices < 2:
-        raise SpecError(f"devices is a number of processes, 2 or more, not {shown(devices)}")
+        raise SpecError(f"devices is a number of processes, 2 or more, not {quote(devices)}")
     figures, speed = figures_of(link, speed)
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     rows = predict(gm, args, kwargs or {}, [devices], figures, speed)
@@ -168,8 +168,8 @@ def format_figures(link: tuple[float, float], speed: float) -> str:
 def _without_values(module: TracedModule, call: Any) -> Iterator[tuple[nn.Module, Any]]:
     """Yield a copy of the module tree and the call on fake tensors; the module itself can be called."""
     tree = strip_to_container(module)
-    with torch.no_grad(), kernels.FakeTensorMode(allow_non_fake_inputs=True), swapped(tree, empty):
-        yield tree, map_leaves(call, lambda t, _: empty(t))
+    with torch.no_grad(), kernels.FakeTensorMode(allow_non_fake_inputs=True), swap_weights(tree, make_empty):
+        yield tree, map_leaves(call, lambda t, _: make_empty(t))
 
 
 class _StepCost:
@@ -178,7 +178,7 @@ class _StepCost:
     def __init__(self, gm: TracedModule, plan: Plan, call: Any, link: tuple[float, float], speed: float, pixels: int) -> None:
         self.plan, self.call, self.link, self.speed, self.pixels = plan, call, link, speed, pixels
         self.layers = self.width = 0
-        counter = kernels.flop_counter()
+        counter = kernels.make_flop_counter()
         with _without_values(gm, call) as (tree, inputs), counter:
             for node, value in GraphRun(tree, gm.graph, bound(gm, *inputs), keep=False):
                 if name_of(node) == "scaled_dot_product_attention" and isinstance(value, Tensor):
@@ -249,7 +249,7 @@ class _StepCost:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in list_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _attention(plan: Plan) -> float:

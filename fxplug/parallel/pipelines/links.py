@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...core.errors import SpecError
 from ...core.torch_internals import modules as pytree
-from ...core.torch_internals.distributed import limit_waiting, timeout
+from ...core.torch_internals.distributed import get_timeout, limit_waiting
 from ..runtime.faults import guarded
 from ..runtime.mesh import MeshPosition, world_of
 
@@ -147,7 +147,7 @@ def links_of(stages: int, ways: Mapping[str, int], mesh: DeviceMesh | None = Non
     mine: list[Any] = []
     rows = mesh.mesh.movedim(names.index("stages"), -1).reshape(-1, stages).tolist()
     for row in rows:  # every process makes all groups; one for what goes on, one for what comes back
-        groups = [dist.new_group(row, timeout()) for _ in range(2)]
+        groups = [dist.new_group(row, get_timeout()) for _ in range(2)]
         if dist.get_rank() in row:
             mine = [row.index(dist.get_rank()), row, groups]
     links, world = Links(*mine), world_of(ways, mesh)

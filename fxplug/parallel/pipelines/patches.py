@@ -16,9 +16,9 @@ from torch import Tensor, fx, nn
 
 from ...core.errors import GuardError, SpecError
 from ...core.ir import ops
-from ...core.ir.functions import attention_arguments
+from ...core.ir.functions import bind_attention
 from ...core.ir.graph import copy_graph, insert, replace
-from ...core.rewriter.graft import head
+from ...core.rewriter.graft import find_last_input
 from ..planning.sharding_plan import ShardingPlan
 from ..runtime import layouts
 from ..runtime.collectives import AllReduce, Broadcast, Collective, Gather, GlobalSize, Numel, Split, own_part, times
@@ -151,7 +151,7 @@ class Patcher(PlanWriter):
 
     def input(self, name: str) -> fx.Node:
         """Insert a new input of the graph, after the existing ones."""
-        return insert(self.graph, "placeholder", f"pipefusion_{name}", after=head(self.graph))
+        return insert(self.graph, "placeholder", f"pipefusion_{name}", after=find_last_input(self.graph))
 
     def call(
         self,
@@ -180,7 +180,7 @@ class Patcher(PlanWriter):
 
     def attention(self, node: fx.Node, twin: fx.Node, table: Any) -> None:
         """Replace a node by attention of a patch, over the cached keys and values of all."""
-        given = attention_arguments(node)
+        given = bind_attention(node)
         query = self.found.place(given["query"])
         assert query is not None
         values = [self.node(given["query"]), *(self.gathered(given[name], twin) for name in ("key", "value"))]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ...core.clock import Clock
 from ...core.errors import GuardError, SpecError, VerifyError
-from ...core.ir.comparison import RESULT, difference
-from ...core.ir.containers import leaves
+from ...core.ir.comparison import RESULT, measure_difference
+from ...core.ir.containers import list_leaves
 from ...core.ir.traced_module import TracedModule
 from ..runtime.checksums import check_equal_on_ranks
 from .links import Links
@@ -180,7 +180,7 @@ class PipeFusion(nn.Module):
             What is known of the image.
         """
         new, number = self.clock.tick(inputs, {})
-        shapes = tuple((x.shape, x.dtype) for x in leaves(inputs) if isinstance(x, Tensor))
+        shapes = tuple((x.shape, x.dtype) for x in list_leaves(inputs) if isinstance(x, Tensor))
         if self.clock.is_ambiguous:
             warnings.warn(
                 "calls at one time have the same conditions, so which of them goes on with which cannot be seen, and all of "
@@ -417,7 +417,7 @@ class PipeFusion(nn.Module):
         inputs, run = self.bound(args, kwargs), ImageRun(None)
         with torch.no_grad():
             want = self.module(*args, **kwargs)
-            worst = max(difference(want, self.step(run, inputs, entire), RESULT) for entire in (True, False))
+            worst = max(measure_difference(want, self.step(run, inputs, entire), RESULT) for entire in (True, False))
         if worst.times > 1:
             raise VerifyError(f"running patch by patch gives another result: an output differs by {worst.distance:.1e}")
         return worst.distance

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from torch import fx, nn
 
 from ...core.errors import SpecError, TraceError
-from ...core.ir.graph import Graph, copy_graph, erase, meta_of, replace
+from ...core.ir.graph import Graph, copy_graph, erase, get_meta, replace
 from ...core.ir.traced_module import TracedModule, strip_to_container
 from ...core.quantised import is_quantised
 from ...core.rewriter.graft import Graft, Traces
@@ -75,6 +75,6 @@ def _open(graph: Graph, tree: nn.Module, node: fx.Node, module: nn.Module, trace
         if not made_by:
             one.meta.pop("pass", None)
         one.meta.pop("port", None)
-    result.meta.update(meta_of(node))
+    result.meta.update(get_meta(node))
     replace(node, result)
     return graft.nodes

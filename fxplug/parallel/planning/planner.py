@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ...core.ir import ops
-from ...core.ir.functions import attention_arguments
+from ...core.ir.functions import bind_attention
 from ...core.ir.graph import ENTRY
 from ...core.torch_internals import modules as pytree
 from ..runtime.layouts import Layout
@@ -448,7 +448,7 @@ class Planner:
         """Return the outcome for attention whose queries, keys and values are split along their tokens."""
         if name_of(node) != "scaled_dot_product_attention":
             return None
-        given = attention_arguments(node)
+        given = bind_attention(node)
         if given["dropout_p"] or not isinstance(given["is_causal"], bool):
             return None
         nodes = [given[name] for name in ("query", "key", "value")]

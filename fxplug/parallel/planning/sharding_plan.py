@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from ...core.errors import brief_fields
+from ...core.errors import format_fields
 from .streams import ArgumentSplit, Leaf, Placement, StreamNumber
 from .trials import ShardTrials, leaves_of
 from .walk import Unsplittable as Unsplittable
@@ -34,7 +34,7 @@ class ShardingPlan:
     rest: int = 0
     settings: tuple[Any, ...] = ()  # with which it was planned, beside starts
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     def place(self, node: fx.Node) -> Placement | None:
         """Return how a value that is one tensor is split, None if it is whole."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor, fx
 
 from ...core.ir import ops
-from ...core.ir.functions import attention_arguments
+from ...core.ir.functions import bind_attention
 from ..runtime.layouts import Layout
 from .backward import Backward
 from .planner import planned
@@ -31,7 +31,7 @@ def sites(walk: Walk) -> list[tuple[fx.Node, fx.Node, int]]:
     for node in walk.graph.nodes:
         name = name_of(node)
         if name == "scaled_dot_product_attention":
-            given = attention_arguments(node)
+            given = bind_attention(node)
             query, key = given["query"], given["key"]
             if isinstance(query, fx.Node) and isinstance(key, fx.Node):
                 n = walk.values[query].shape[-2]
@@ -88,7 +88,7 @@ class OriginSearch(Backward):
         """Return the inputs as `Backward` does; for attention the queries."""
         if name_of(node) != "scaled_dot_product_attention":
             return super().before(node, wanted)
-        query = attention_arguments(node)["query"]
+        query = bind_attention(node)["query"]
         return [(query, wanted)] if isinstance(query, fx.Node) and wanted.dim == self.walk.values[node].dim() - 2 else None
 
     def guesses(self, node: fx.Node, wanted: Placement) -> Iterator[tuple[int, Placement]]:

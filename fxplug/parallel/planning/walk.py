@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ...core.capture.isolation import restore_after
 from ...core.capture.module_state import State
-from ...core.capture.user_code import short_path
+from ...core.capture.user_code import shorten_path
 from ...core.errors import FxplugError, SpecError
 from ...core.ir.ops import TO_DENSE, other_kind
 from ...core.ir.traced_module import TracedModule
@@ -29,7 +29,7 @@ KEPT = 1 << 16  # elements of a tensor of whole numbers whose values are kept
 def node_label(node: fx.Node) -> str:
     """Return a node's label for messages, with the line of the model's code that created it, if that is known."""
     line = node.meta.get("line")
-    return f"'{node.name}' ({short_path(line[0])}:{line[1]})" if line else f"'{node.name}'"
+    return f"'{node.name}' ({shorten_path(line[0])}:{line[1]})" if line else f"'{node.name}'"
 
 
 class Unsplittable(Exception):
@@ -89,7 +89,7 @@ def walk(gm: TracedModule, graph: fx.Graph, inputs: Sequence[Any]) -> Walk:
     gone: dict[fx.Node, list[fx.Node]] = {}
     for node, user in last.items():
         gone.setdefault(user, []).append(node)
-    counter, draws = kernels.flop_counter(), RandomOpDetector()  # type: ignore[no-untyped-call]
+    counter, draws = kernels.make_flop_counter(), RandomOpDetector()  # type: ignore[no-untyped-call]
     with torch.no_grad(), torch.random.fork_rng(devices=[]), counter, draws:
         before = 0
         for node in graph.nodes:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...core.errors import GuardError
-from ...core.ir.containers import leaves
+from ...core.ir.containers import list_leaves
 from ...core.torch_internals.distributed import group_of_name
 from ...core.torch_internals.tensors import version
 from .faults import guarded
@@ -85,7 +85,7 @@ def _table(root: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     for kind, named in (("weight", root.named_parameters()), ("buffer", root.named_buffers())):
         tensors.update({f"{kind} '{name}'": t for name, t in named if name not in parts})
     for place, value in (*enumerate(args), *dict(kwargs).items()):
-        for index, leaf in enumerate(found := leaves(value)):
+        for index, leaf in enumerate(found := list_leaves(value)):
             name = f"input {place}" + (f"[{index}]" if len(found) > 1 else "")
             if isinstance(leaf, Tensor):
                 table[f"class of {name}"] = (type(leaf).__name__,)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...blocks.base import Block
-from ...core.errors import ArtifactError, GuardError, SpecError, shown
+from ...core.errors import ArtifactError, GuardError, SpecError, quote
 from ...core.extensions import DistributedPart
 from ...core.ir.traced_module import TracedModule
 from ...core.torch_internals import distributed
@@ -41,7 +41,7 @@ class Collective(DistributedPart[TracedModule], Block):
         super().__init__()
         if not isinstance(ways, dict) or axis not in (*AXES, SEQUENCE):
             known = ", ".join((*AXES, SEQUENCE))
-            raise SpecError(f"a collective must run along one of {known}, not {shown(axis)} of {shown(ways)}")
+            raise SpecError(f"a collective must run along one of {known}, not {quote(axis)} of {quote(ways)}")
         self.ways, self.axis = all_degrees(ways), axis
 
     def here(self) -> MeshPosition:
@@ -228,7 +228,7 @@ class Numel(GlobalSize):
 def check_integer(name: str, value: Any, least: int = 0) -> int:
     """Return the value. Raises SpecError if it is no integer, or below `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SpecError(f"{name} must be a whole number, {least} or more, not {shown(value)}")
+        raise SpecError(f"{name} must be a whole number, {least} or more, not {quote(value)}")
     return value
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ...core.capture.user_code import is_user_code, short_path
+from ...core.capture.user_code import is_user_code, shorten_path
 from ...core.errors import GuardError
 from ...core.torch_internals.distributed import default_store, group_of_name
 
@@ -85,6 +85,6 @@ def _place(frame: FrameType | None) -> str:
             name = text.partition("=")[0].strip()
             return f"'{name}'" if name.isidentifier() else "a node"
         if not line and is_user_code(frame):
-            line = f"{short_path(code.co_filename)}:{frame.f_lineno}"
+            line = f"{shorten_path(code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return line or "an unknown place"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.errors import GuardError, SpecError, shown
+from ...core.errors import GuardError, SpecError, quote
 from . import layouts
 from .collectives import Collective, Lengthwise, check_integer, exchanged
 
@@ -47,11 +47,11 @@ class Reach(NamedTuple):
 def read(numbers: tuple[int, ...]) -> Reach:
     """Make a reach from its numbers. Raises SpecError for invalid ones."""
     if not isinstance(numbers, (tuple, list)) or len(numbers) < 5 or any(type(n) is not int for n in numbers):
-        raise SpecError(f"a halo must be a list of five or more whole numbers, not {shown(numbers)}")
+        raise SpecError(f"a halo must be a list of five or more whole numbers, not {quote(numbers)}")
     period, gives, before, after, least, *extra = numbers
     found = Reach(period, gives, before, after, least, tuple(extra))
     if min(found.period, found.gives, found.least) < 1 or found.before < 0 or len(found.extra) not in (0, found.period):
-        raise SpecError(f"{shown(numbers)} are not valid numbers of a halo")
+        raise SpecError(f"{quote(numbers)} are not valid numbers of a halo")
     return found
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ...core.errors import SpecError, shown
-from ...core.torch_internals.distributed import joined_group, limit_waiting
+from ...core.errors import SpecError, quote
+from ...core.torch_internals.distributed import get_joined_group, limit_waiting
 
 # from the outermost: neighbours talk most along the last
 AXES = ("batch", "rows", "ring", "ulysses", "tensor")
@@ -38,7 +38,7 @@ def all_degrees(ways: Mapping[str, int]) -> dict[str, int]:
         if axis not in AXES:
             raise SpecError(f"no axis '{axis}': there are {', '.join(AXES)}")
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise SpecError(f"{axis} must be a whole number, 1 or more, not {shown(number)}")
+            raise SpecError(f"{axis} must be a whole number, 1 or more, not {quote(number)}")
     return {axis: ways.get(axis, 1) for axis in AXES}
 
 
@@ -92,7 +92,7 @@ def _placed(ways: Mapping[str, int], mesh: DeviceMesh) -> MeshPosition:
             ranks[axis], groups[axis] = mesh.get_local_rank(axis), mesh.get_group(axis).group_name
     both = [axis for axis in ("ring", "ulysses") if axis in names]
     if len(both) == 2:
-        groups[SEQUENCE] = joined_group(mesh[tuple(both)], SEQUENCE)
+        groups[SEQUENCE] = get_joined_group(mesh[tuple(both)], SEQUENCE)
         limit_waiting(groups[SEQUENCE])
     elif both:
         groups[SEQUENCE] = groups[both[0]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from ...core.errors import TrainError, shown
+from ...core.errors import TrainError, quote
 from .image_files import rescaled
 from .image_sources import IMAGES, PlacedImage
 
@@ -59,7 +59,7 @@ def _read(key: str, value: Any, sample: dict[str, Any]) -> Tensor:
         return torch.tensor(value, dtype=NUMBERS[key]).reshape(())
     except (TypeError, ValueError, RuntimeError, OverflowError):
         whole = "" if NUMBERS[key].is_floating_point else " whole"
-        raise TrainError(f"{sample['name']}: '{key}' must be a{whole} number, not {shown(value)}") from None
+        raise TrainError(f"{sample['name']}: '{key}' must be a{whole} number, not {quote(value)}") from None
 
 
 def _described(value: Tensor) -> str:

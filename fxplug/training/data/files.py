@@ -399,7 +399,7 @@ def read_metadata(file: Path, top: Path, names: Collection[str]) -> dict[str, di
     found: dict[str, dict[str, Any]] = {}
     if not os.path.lexists(file):
         return found
-    whole = reading.text(file, DEFAULT.lines, lambda finding: SpecError(finding, where=Where(str(file))))
+    whole = reading.read_text(file, DEFAULT.lines, lambda finding: SpecError(finding, where=Where(str(file))))
     for number, text in enumerate(whole.split("\n"), 1):
         if not text.strip():
             continue

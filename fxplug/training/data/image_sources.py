@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from ...core.errors import brief_fields
+from ...core.errors import format_fields
 from .batch_order import Size
 from .image_files import COMPOSED, WHITE, Crop, Unreadable, placed, read_image, read_size, rescaled
 
@@ -93,7 +93,7 @@ class ImageFile(ImageSource):
     channels: int = 3
     background: tuple[int, int, int] = WHITE
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -146,7 +146,7 @@ class PlacedImage:
     pixels: Tensor | None = field(default=None, repr=False)
     composed: bool = field(default=False, repr=False)
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     @cached_property
     def content(self) -> str:

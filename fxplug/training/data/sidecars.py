@@ -22,8 +22,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ...core import reading
-from ...core.errors import DEFAULT, SpecError, did_you_mean, shown
-from ...core.spec.yaml_source import Section, Source, Where, checked, read_yaml, validate
+from ...core.errors import DEFAULT, SpecError, did_you_mean, quote
+from ...core.spec.yaml_source import Section, Source, Where, make_validator, read_yaml, validate
 
 NUMBERS = ("multiply", "flip_p", "cond_dropout", "loss_scale")
 KEYS = ("main_prompt", "caption", "tags", "max_caption_length", "shuffle_tags", *NUMBERS)
@@ -39,23 +39,23 @@ def _read_number(value: Any, least: float = -math.inf, most: float = math.inf) -
         number = math.nan
     if not (math.isfinite(number) and least <= number <= most):
         bounds = "" if least == -math.inf else ", 0 or more" if most == math.inf else " from 0 to 1"
-        raise SpecError(f"must be a number{bounds}, not {shown(value)}")
+        raise SpecError(f"must be a number{bounds}, not {quote(value)}")
     return number
 
 
 def _read_tags(value: Any) -> tuple[tuple[str, float], ...]:
     if not isinstance(value, list):
-        raise SpecError(f"must be a list, not {shown(value)}")
+        raise SpecError(f"must be a list, not {quote(value)}")
     tags = [tag if isinstance(tag, Mapping) else {"tag": tag} for tag in value]
     for tag in tags:
         if not isinstance(tag.get("tag"), (str, int, float)):
-            raise SpecError(f"a tag must be text, or a mapping of 'tag' and 'weight', not {shown(tag.get('tag', tag))}")
+            raise SpecError(f"a tag must be text, or a mapping of 'tag' and 'weight', not {quote(tag.get('tag', tag))}")
     return tuple((str(tag["tag"]), 1.0 if tag.get("weight") is None else _read_number(tag["weight"])) for tag in tags)
 
 
-Repeats = Annotated[float, checked(lambda value: _read_number(value, 0.0))]
-Share = Annotated[float, checked(lambda value: _read_number(value, 0.0, 1.0))]
-Number = Annotated[float, checked(_read_number)]
+Repeats = Annotated[float, make_validator(lambda value: _read_number(value, 0.0))]
+Share = Annotated[float, make_validator(lambda value: _read_number(value, 0.0, 1.0))]
+Number = Annotated[float, make_validator(_read_number)]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ImageSettings(Section):
 
     plain: str | None = None
     prompt: str | None = None
-    tags: Annotated[tuple[tuple[str, float], ...], checked(_read_tags)] = ()
+    tags: Annotated[tuple[tuple[str, float], ...], make_validator(_read_tags)] = ()
     max_caption_length: Annotated[int, Field(ge=0)] | None = None
     shuffle_tags: bool | None = None
     multiply: Repeats | None = None
@@ -173,7 +173,7 @@ class Sidecars:
         if isinstance(data, str):
             return ImageSettings(plain=data.strip())
         if not isinstance(data, Mapping):
-            raise source.error(f"must be a mapping or a caption, not {shown(data)}")
+            raise source.error(f"must be a mapping or a caption, not {quote(data)}")
         said = {str(key): value for key, value in data.items() if value is not None}
         for key in said:
             if key not in (*KEYS, *IGNORED, "image"):
@@ -218,7 +218,7 @@ def _joined(main: str, tags: list[str]) -> str:
 
 
 def _text(file: Path) -> str:
-    return reading.text(file, DEFAULT.caption, lambda finding: SpecError(finding, where=Where(str(file)))).strip()
+    return reading.read_text(file, DEFAULT.caption, lambda finding: SpecError(finding, where=Where(str(file)))).strip()
 
 
 def from_json(file: Path, sidecars: Sidecars) -> list[tuple[Path, ImageSettings | None]]:
@@ -227,16 +227,16 @@ def from_json(file: Path, sidecars: Sidecars) -> list[tuple[Path, ImageSettings 
     where = Where(str(file))
     found = reading.read_json(file, lambda finding: SpecError(finding, where=where))
     if not isinstance(found, list):
-        raise SpecError(f"must be a list of images, not {shown(found)}", where=where)
+        raise SpecError(f"must be a list of images, not {quote(found)}", where=where)
     listed = []
     for number, entry in enumerate(found):
         alone = isinstance(entry, str)
         entry = {"image": entry} if alone else entry
         if not isinstance(entry, Mapping) or not isinstance(entry.get("image"), str):
-            raise SpecError(f"[{number}] needs 'image', the path of a file; it is {shown(entry)}", where=where)
+            raise SpecError(f"[{number}] needs 'image', the path of a file; it is {quote(entry)}", where=where)
         image = file.parent / entry["image"]
         if not os.path.isfile(image):  # no error for a name that no file can have
-            raise SpecError(f"[{number}] '{image}' {reading.missing(image)}", where=where)
+            raise SpecError(f"[{number}] '{image}' {reading.explain_missing(image)}", where=where)
         caption = entry.get("caption")
         beside = file.parent / caption if isinstance(caption, str) and caption.endswith((".txt", ".caption")) else None
         if beside is not None and os.path.isfile(beside):
@@ -273,7 +273,7 @@ def from_toml(file: Path, below: Callable[[Path], list[str]], notes: list[str]) 
     """Read the images of the subsets of a kohya data set; `image_dir` is relative to the file."""
     where = Where(str(file))
     try:
-        data = tomllib.loads(reading.text(file, DEFAULT.json, lambda finding: SpecError(finding, where=where)))
+        data = tomllib.loads(reading.read_text(file, DEFAULT.json, lambda finding: SpecError(finding, where=where)))
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"not valid TOML: {error}", where=where) from None
     listed, unread, source = list[tuple[Path, ImageSettings | None]](), set[str](), Source(data, str(file))

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
-from ...core.errors import FxplugError, SpecError, TrainError, below, did_you_mean, shown
+from ...core.errors import FxplugError, SpecError, TrainError, did_you_mean, prefix_path, quote
 from ...core.spec.train_section import Data, Use
 from ..import_paths import construct, function_of, imported
 from ..random_draws import preserve_random_state
@@ -43,7 +43,7 @@ def open_items(spec: Data, base: Path, *, test: bool = False, prior: bool = Fals
     `test` and `prior` only set how errors call the section, and `test` the default split of a data set. Raises SpecError, whose
     path begins with `data`, or with the file and line of metadata that is wrong.
     """
-    with below("data", *["test"] * test, *["prior"] * prior):
+    with prefix_path("data", *["test"] * test, *["prior"] * prior):
         if spec.conditions and ":" in spec.conditions.name:
             function_of(spec.conditions, ("conditions",))
         elif spec.conditions and (spec.dataset or spec.call):
@@ -197,11 +197,11 @@ class OwnItems(Items):
         try:
             number = operator.index(label.item() if hasattr(label, "item") else label)
         except (TypeError, RuntimeError, ValueError):
-            finding = f"{name}: a label must be a whole number, not {shown(label)}; for text the data set must have 'classes'"
+            finding = f"{name}: a label must be a whole number, not {quote(label)}; for text the data set must have 'classes'"
             raise TrainError(finding) from None
         count = self.class_count
         if count is not None and not 0 <= number < count and (self.root is None or number != -1):
-            raise TrainError(f"{name} has the label {shown(number)}, and its data set has {count} classes, 0 to {count - 1}")
+            raise TrainError(f"{name} has the label {quote(number)}, and its data set has {count} classes, 0 to {count - 1}")
         return number
 
 

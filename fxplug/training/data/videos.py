@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image, ImageSequence
 
-from ...core.errors import SpecError, brief_fields
+from ...core.errors import SpecError, format_fields
 from .batch_order import Size
 from .files import FileItems, image_suffixes, natural
 from .image_files import WHITE, Unreadable, prepared, read_image, read_size, readable
@@ -39,7 +39,7 @@ class VideoFile(ImageSource):
     channels: int = 3
     background: tuple[int, int, int] = WHITE
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
     @property
     def settings(self) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from ...core.capture.isolation import random_state, set_random_state
+from ...core.capture.isolation import get_random_state, set_random_state
 from ...core.errors import TrainError
 from ...core.spec.train_section import Data, Use
 from ..plugins import Plugins
@@ -130,12 +130,12 @@ class WrappedDataLoader:
             seed_all(mixed(self.seed, number))
             if self.loader.generator is not None and self._start is not None:
                 self.loader.generator.manual_seed(mixed(self._start, self.seed, number))
-            batches, states = iter(self.loader), random_state()
+            batches, states = iter(self.loader), get_random_state()
         for index in range(self.steps):
             with preserve_random_state():
                 set_random_state(states)
                 batch = next(batches, None)
-                states = random_state()
+                states = get_random_state()
             if batch is None:
                 if self.train:
                     found = f"the length of the DataLoader is {self.steps} batches, and it ended after {index}"

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from ...core.errors import SpecError, did_you_mean, shown
-from ...core.spec.pass_file import accepted_arguments, check_known
+from ...core.errors import SpecError, did_you_mean, quote
+from ...core.spec.pass_file import check_known, get_arguments
 from ...core.spec.task_section import ClassifyOptions
 from ...core.spec.train_section import Use, read_use
 from ...core.spec.yaml_source import check_number, validate
@@ -201,8 +201,8 @@ def _augmentation(given: Any) -> dict[str, Any]:
     if given in ("auto", "none"):
         return {} if given == "auto" else {"no_aug": True}
     if not isinstance(given, Mapping):
-        raise SpecError(f"must be auto, none, or options of timm's create_transform, not {shown(given)}", path=("augment",))
-    parameters = accepted_arguments(timm.data.create_transform).names
+        raise SpecError(f"must be auto, none, or options of timm's create_transform, not {quote(given)}", path=("augment",))
+    parameters = get_arguments(timm.data.create_transform).names
     known = parameters[parameters.index("no_aug") : parameters.index("tf_preprocessing")]
     ours = [name for name in known if name not in PREPROCESS or name == "interpolation"]
     check_known(given, ours, "create_transform has no option", path=("augment",))
@@ -213,7 +213,7 @@ def _preprocessing(given: Any) -> str | dict[str, Any] | None:
     if given is None or isinstance(given, str):
         return given
     if not isinstance(given, Mapping):
-        raise SpecError(f"must be the name of a timm model or a mapping, not {shown(given)}", path=("preprocess",))
+        raise SpecError(f"must be the name of a timm model or a mapping, not {quote(given)}", path=("preprocess",))
     check_known(given, PREPROCESS, "no option", path=("preprocess",))
     read = dict(given)
     for key in ("mean", "std"):
@@ -228,7 +228,7 @@ def _preprocessing(given: Any) -> str | dict[str, Any] | None:
         check_number(read["crop_pct"], "preprocess", "crop_pct", above=0, most=2)
     for key, choices in CHOICES.items():
         if key in read and read[key] not in choices:
-            finding = f"must be one of {', '.join(choices)}, not {shown(read[key])}{did_you_mean(read[key], choices)}"
+            finding = f"must be one of {', '.join(choices)}, not {quote(read[key])}{did_you_mean(read[key], choices)}"
             raise SpecError(finding, path=("preprocess", key))
     return read
 

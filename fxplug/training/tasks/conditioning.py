@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...core.artifacts.artifact import save
 from ...core.capture.tracer import trace
-from ...core.errors import FxplugError, SpecError, below
+from ...core.errors import FxplugError, SpecError, prefix_path
 from ...core.ir.traced_module import TracedModule
 from ...core.models.factory import build
 from ...core.rewriter.applying import apply
@@ -22,7 +22,7 @@ from ...core.spec.rules import Pass
 from ...core.spec.run_config import load_config, read_passes
 from ...core.spec.task_section import TextOptions
 from ...core.spec.train_section import Train, read_use
-from ...core.spec.yaml_source import no_such_file, validate
+from ...core.spec.yaml_source import describe_missing, validate
 from ...parallel.parallel_pass import ParallelPass
 from ..distributed import set_mode
 from ..import_paths import function_of
@@ -92,10 +92,10 @@ class Text:
                 self.encode.to(device).eval().requires_grad_(False)
         else:
             check_options(FolderText, use.options, "a text encoder", given=2)
-            with below(use.name):
+            with prefix_path(use.name):
                 self.encode = self.encoder = FolderText(base / use.name, device, **use.options)
                 if use.options.get("passes"):
-                    with below("passes"):
+                    with prefix_path("passes"):
                         self.encoder.rewrite(use.options["passes"], base, seed)
 
     def __call__(self, captions: Sequence[str], tokens: Tensor | None = None) -> dict[str, Tensor]:
@@ -148,7 +148,7 @@ class FolderText:
                 finding = "has no effect, because nothing of the text encoder trains: set 'trainable' or 'passes'"
                 raise SpecError(finding, path=(key,))
         if not folder.is_dir():
-            raise SpecError(f"'{folder.name}': {no_such_file(folder)}")
+            raise SpecError(f"'{folder.name}': {describe_missing(folder)}")
         parts = [folder / name if (folder / name).is_dir() else folder for name in ("tokenizer", "text_encoder")]
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(parts[0], local_files_only=True)
@@ -194,7 +194,7 @@ class FolderText:
             except FxplugError as error:
                 raise SpecError(f"the text encoder cannot be traced: {error}") from error
             for index, p in enumerate(found):
-                with below(index):
+                with prefix_path(index):
                     if why := _refused(p):
                         raise SpecError(f"pass '{p.name}' {why}")
                     try:

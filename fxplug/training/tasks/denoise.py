@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import SpecError, below, shown
+from ...core.errors import SpecError, prefix_path, quote
 from ...core.spec.task_section import DenoiseOptions
 from ...core.spec.train_section import read_use
 from ...core.spec.yaml_source import validate
@@ -81,7 +81,7 @@ class Denoise(Task):
         self.dropout, self.null_label, self.guidance, self.sample_steps = dropout, null_label, guidance, sample_steps
         self.wanted, self.train_guidance, self.negative = samples, train_guidance, negative
         self.preserve, self.preserve_weight = preserve, preserve_weight
-        with below("text"):
+        with prefix_path("text"):
             said = read_use(text).options if text is not None else {}
         self.trains = bool(said.get("trainable") or said.get("passes"))
 
@@ -97,7 +97,7 @@ class Denoise(Task):
             time_scale=self.time_scale,
         )
         self.vae = Vae(self.vae_spec, info.base, info.device) if self.vae_spec is not None else None
-        with below("text"):
+        with prefix_path("text"):
             self.text = Text(self.text_spec, info.base, info.device, info.seed) if self.text_spec is not None else None
         self.encoder = self.text.encoder if self.text is not None else None
         texts = self.text([""]) if self.text is not None else {}
@@ -123,7 +123,7 @@ class Denoise(Task):
             raise SpecError("has no effect: the task is given no captions; set its 'text'", path=("data", "trigger"))
         self._check_unused()
         if self.preserve is not None:
-            with below("preserve"):
+            with prefix_path("preserve"):
                 self._check_preserved()
                 self.untrained = without_training(module)
         self.shape = self._shape(inputs)
@@ -161,7 +161,7 @@ class Denoise(Task):
 
     def set_caption_dropout(self, share: float) -> None:
         if not isinstance(share, (int, float)) or not 0 <= share <= 1:
-            raise SpecError(f"conditional_dropout must be from 0 to 1, not {shown(share)}")
+            raise SpecError(f"conditional_dropout must be from 0 to 1, not {quote(share)}")
         if share and self.text is None and not self.takes_label:
             raise SpecError("conditional_dropout needs captions or labels, and the call of the model uses none")
         if share and self.takes_label:

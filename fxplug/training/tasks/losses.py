@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.errors import SpecError, did_you_mean, shown
+from ...core.errors import SpecError, did_you_mean, quote
 from ...core.spec.pass_file import check_known
 from ...core.spec.train_section import Use
 from ...core.spec.yaml_source import check_number
@@ -31,7 +31,7 @@ def read_loss(use: Use) -> Use:
         check_number(found["delta"], "loss", use.name, "delta", above=0, most=1e4)
         if found["schedule"] not in SCHEDULES:
             near = did_you_mean(found["schedule"], SCHEDULES) if isinstance(found["schedule"], str) else ""
-            finding = f"must be one of {', '.join(SCHEDULES)}, not {shown(found['schedule'])}{near}"
+            finding = f"must be one of {', '.join(SCHEDULES)}, not {quote(found['schedule'])}{near}"
             raise SpecError(finding, path=("loss", use.name, "schedule"))
     return Use(use.name, found)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ...core.errors import SpecError, brief_fields, did_you_mean
+from ...core.errors import SpecError, did_you_mean, format_fields
 from ...core.ir import ops
 
 # the names that diffusers' models and their relatives have
@@ -33,7 +33,7 @@ class ModuleInput:
     required: bool = False
     added: bool = False
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
 def inputs_of(module: nn.Module) -> dict[str, ModuleInput]:

@@ -13,9 +13,9 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 from torch import Tensor
 
 from ...core.errors import SpecError, did_you_mean
-from ...core.spec.pass_file import accepted_arguments, check_known
+from ...core.spec.pass_file import check_known, get_arguments
 from ...core.spec.train_section import Use
-from ...core.spec.yaml_source import check_number, no_such_file
+from ...core.spec.yaml_source import check_number, describe_missing
 from ..random_draws import Draws
 
 PREDICTIONS = ("epsilon", "v_prediction", "sample", "flow")
@@ -57,7 +57,7 @@ class Noise:
             raise SpecError(text, path=("sample_steps",)) from error
         # what the loop itself draws, image by image
         own = [torch.Generator().manual_seed(seed + n) for n in range(len(noise))]
-        drawn = {"generator": own} if "generator" in accepted_arguments(scheduler.step).names else {}
+        drawn = {"generator": own} if "generator" in get_arguments(scheduler.step).names else {}
         x = noise * scheduler.init_noise_sigma if hasattr(scheduler, "init_noise_sigma") else noise
         for t in scheduler.timesteps[:1] if trial else scheduler.timesteps:
             given = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
@@ -251,7 +251,7 @@ def open_noise(
     kind, config = _scheduler(use, base)
     flow = hasattr(kind, "scale_noise")
     name = kind.__name__
-    if not flow and not {"beta_schedule", "prediction_type"} <= {*accepted_arguments(kind).names}:
+    if not flow and not {"beta_schedule", "prediction_type"} <= {*get_arguments(kind).names}:
         raise SpecError(
             f"{name} has neither betas nor sigmas to train with: use DDPMScheduler or another with betas, or "
             "FlowMatchEulerDiscreteScheduler",
@@ -266,7 +266,7 @@ def open_noise(
         if "flow" in (prediction or given):
             text += "; flow matching needs FlowMatchEulerDiscreteScheduler"
         raise SpecError(text, path=("prediction",))
-    if latents and "clip_sample" in accepted_arguments(kind).names:
+    if latents and "clip_sample" in get_arguments(kind).names:
         config.setdefault("clip_sample", False)  # clipping is for pixels in [-1, 1]
     options = {"prediction": prediction, "snr_gamma": snr_gamma, "weighting": weighting, "time_scale": time_scale}
     return noise_of(kind, config, flow, **options)  # type: ignore[arg-type]
@@ -305,7 +305,7 @@ def _scheduler(use: Use, base: Path) -> tuple[type, dict[str, Any]]:
     if "/" in name or folder.is_dir():
         file = next((f for f in (folder / FILE, folder / "scheduler" / FILE) if f.is_file()), None)
         if file is None:
-            missing = f"has no {FILE}" if folder.is_dir() else no_such_file(folder)
+            missing = f"has no {FILE}" if folder.is_dir() else describe_missing(folder)
             raise SpecError(f"'{use.name}': {missing}", path=("scheduler",))
         config = diffusers.DDPMScheduler.load_config(file)
         name = str(config.get("_class_name"))
@@ -313,7 +313,7 @@ def _scheduler(use: Use, base: Path) -> tuple[type, dict[str, Any]]:
     if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
         known = [n for n in dir(diffusers) if n.endswith("Scheduler")]
         raise SpecError(f"diffusers has no scheduler '{name}'{did_you_mean(name, known)}", path=("scheduler",))
-    check_known(use.options, accepted_arguments(kind).names, f"{name} has no option", path=("scheduler", use.name))
+    check_known(use.options, get_arguments(kind).names, f"{name} has no option", path=("scheduler", use.name))
     config = {**_shared(kind, config), **use.options}
     try:
         kind.from_config(config)  # type: ignore[attr-defined]
@@ -325,5 +325,5 @@ def _scheduler(use: Use, base: Path) -> tuple[type, dict[str, Any]]:
 
 def _shared(kind: type, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that a scheduler accepts."""
-    known = accepted_arguments(kind).names
+    known = get_arguments(kind).names
     return {key: value for key, value in config.items() if key in known}

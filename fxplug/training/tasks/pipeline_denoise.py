@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import SpecError, below, did_you_mean, shown
+from ...core.errors import SpecError, did_you_mean, prefix_path, quote
 from ...core.ir.traced_module import TracedModule
-from ...core.ir.variants import Variants, module_for
+from ...core.ir.variants import Variants, choose_module
 from ...core.spec.task_section import DenoiseOptions
 from ...core.spec.train_section import Use, read_use
 from ...core.spec.yaml_source import validate
@@ -124,7 +124,7 @@ class PipelineDenoise(Task):
     def setup(self, module: nn.Module, info: TaskInfo) -> None:
         self.info, self.device = info, info.device
         if not hasattr(self.pipe, "to") or not components_of(self.pipe):
-            raise SpecError(f"must be a pipeline of diffusers, not {shown(self.pipe, 80)}", path=("model", "pipeline"))
+            raise SpecError(f"must be a pipeline of diffusers, not {quote(self.pipe, 80)}", path=("model", "pipeline"))
         if self.pipe.device.type != info.device.type:
             self.pipe.to(info.device)
         example = info.examples(1) if info.examples is not None else {}
@@ -157,7 +157,7 @@ class PipelineDenoise(Task):
         for count in dict.fromkeys((self.batch, 1)) if one.call.batching.lists else (self.batch,):
             x = torch.zeros(count, *one.call.shape, device=self.device)
             time = one.noise.time(one.steps[:1].expand(count)).to(self.device)
-            module_for(module, (), one.call([condition] * count, x, time))
+            choose_module(module, (), one.call([condition] * count, x, time))
 
     def check_batch(self, size: int) -> None:
         self.batch = max(self.batch, size)
@@ -170,7 +170,7 @@ class PipelineDenoise(Task):
 
     def set_caption_dropout(self, share: float) -> None:
         if not isinstance(share, (int, float)) or not 0 <= share <= 1:
-            raise SpecError(f"conditional_dropout must be from 0 to 1, not {shown(share)}")
+            raise SpecError(f"conditional_dropout must be from 0 to 1, not {quote(share)}")
         self.dropout = float(share)
 
     def parts(self) -> dict[str, Any]:
@@ -404,7 +404,7 @@ def check_options(use: Use) -> None:
     Raises:
         SpecError: There is an option that a pipeline does not have; it says where that is set instead.
     """
-    with below("train", "task", use.name):
+    with prefix_path("train", "task", use.name):
         _check_options(use.options, DenoiseOptions.model_fields)
 
 
@@ -436,5 +436,5 @@ def pipeline_task(
     Raises:
         SpecError: An option is wrong.
     """
-    with below("train", "task", use.name):
+    with prefix_path("train", "task", use.name):
         return PipelineDenoise(pipe, call, part, **caches, **use.options)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import SpecError, first_line
+from ...core.errors import SpecError, get_first_line
 from ...pipelines.observation import Observation
 from ...pipelines.recorded_run import components_of
 from ..data.image_sources import PlacedImage
@@ -83,7 +83,7 @@ class Encoders:
                 found = vae.encode((image[:, :, None] if frames and image.dim() == 4 else image).to(dtype))
             except RuntimeError as error:
                 sides = "x".join(str(side) for side in image.shape[2:])
-                raise SpecError(f"{seen.vae} does not encode pictures of {sides}: {first_line(error)}",
+                raise SpecError(f"{seen.vae} does not encode pictures of {sides}: {get_first_line(error)}",
                                 path=("data", "size")) from error  # fmt: skip
             inside = getattr(found, "latent_dist", found)
             if hasattr(inside, "mean") and hasattr(inside, "std") and not isinstance(inside, Tensor):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.errors import SpecError, first_line
+from ...core.errors import SpecError, get_first_line
 from ...pipelines.observation import Observation, call_pipeline
 from ...pipelines.recorded_run import components_of
 from .noise import PREDICTIONS, Diffusion, Flow, noise_of
@@ -48,7 +48,7 @@ def open_scheduler(scheduler: Any, *, snr_gamma: float | None = None, weighting:
     except SpecError:
         raise
     except Exception as error:  # the scheduler's
-        raise refused(scheduler, f"its noise cannot be made: {type(error).__name__}: {first_line(error)}") from error
+        raise refused(scheduler, f"its noise cannot be made: {type(error).__name__}: {get_first_line(error)}") from error
     if isinstance(made, Diffusion) and isinstance(alphas, Tensor):
         own = made.scheduler.alphas_cumprod
         if own.shape != alphas.shape or not torch.equal(own, alphas.to(own)):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from ...core.errors import FxplugError, SpecError, first_line
+from ...core.errors import FxplugError, SpecError, get_first_line
 from ...core.ir.traced_module import TracedModule
 from ...pipelines.diffusers_types import pipeline_part
 from ...pipelines.recorded_run import arguments_of, components_of, quiet_libraries
@@ -77,7 +77,7 @@ class PipelineSamples:
         except FxplugError:
             raise
         except Exception as error:  # the pipeline's
-            finding = f"{kind} cannot draw with {', '.join(call)}: {type(error).__name__}: {first_line(error)}"
+            finding = f"{kind} cannot draw with {', '.join(call)}: {type(error).__name__}: {get_first_line(error)}"
             raise SpecError(finding, path=("model", "call")) from error
 
     @contextlib.contextmanager

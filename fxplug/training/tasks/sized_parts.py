@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.errors import SpecError, brief_fields, shown
+from ...core.errors import SpecError, format_fields, quote
 from ...pipelines.denoiser_call import DenoiserCall, denoiser_call
 from ...pipelines.observation import PROMPTS, Observation, confirm, observe
 from ...pipelines.recorded_run import arguments_of, components_of
@@ -32,7 +32,7 @@ class SizedPart:
     noise: Diffusion | Flow
     steps: Tensor
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
 class SizedParts:
@@ -138,7 +138,7 @@ class SizedParts:
         known, call = arguments_of(self.pipe), dict(self.given)
         for name, value in zip(("num_frames", "height", "width")[-len(size) :], size, strict=True):
             if name in call and call[name] != value:
-                finding = f"is {shown(call[name])}, and the size of the pictures says {value}: leave it out"
+                finding = f"is {quote(call[name])}, and the size of the pictures says {value}: leave it out"
                 raise SpecError(finding, path=("model", "call", name))
             if name in known:
                 call[name] = value

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import SpecError, brief_fields, did_you_mean
+from ...core.errors import SpecError, did_you_mean, format_fields
 from ...core.spec.train_section import read_use
 from ..import_paths import construct, imported
 from ..random_draws import Draws
@@ -48,7 +48,7 @@ class TaskInfo:
     trigger: str | None = None
     sizes: tuple[tuple[int, int], ...] = ()
 
-    __repr__ = brief_fields
+    __repr__ = format_fields
 
 
 class Task:
