@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 
 import fxplug
-from fxplug.core.spec.pass_file import recipes
+from fxplug.core.spec.pass_file import list_recipes
 
 BYTES = {None: 2.0, "int8": 1.0, "nf4": 0.55}  # of a weight; nf4 has scales beside its half a byte
 # what gives no memory of its own, but another view of what is there
@@ -191,7 +191,7 @@ EXPECTED = {
 
 
 def count(name: str) -> Count:
-    model, config = MODELS[name], fxplug.load_config(recipes()[name])
+    model, config = MODELS[name], fxplug.load_config(list_recipes()[name])
     with torch.device("meta"):
         made = model.make().eval()
         gm = fxplug.trace(made, kwargs=model.call)

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import fxplug
 from fxplug.__main__ import app
 from fxplug.core.errors import SpecError
-from fxplug.core.spec.pass_file import list_shipped, recipes
+from fxplug.core.spec.pass_file import list_recipes, list_shipped
 
 BACKBONES = {
     "vit": {"timm": "vit_tiny_patch16_224", "options": {"img_size": 32, "depth": 2, "num_classes": 2}},
@@ -44,7 +44,7 @@ def cli(*args: str, code: int = 0) -> str:
 
 
 def sections(name: str) -> dict[str, Any]:
-    return yaml.safe_load(recipes()[name].read_text("utf-8"))
+    return yaml.safe_load(list_recipes()[name].read_text("utf-8"))
 
 
 def photos(folder: Path, side: int = 32) -> Path:
@@ -55,9 +55,9 @@ def photos(folder: Path, side: int = 32) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", recipes())
+@pytest.mark.parametrize("name", list_recipes())
 def test_a_recipe_is_short_and_says_how_to_use_it(name):
-    text = recipes()[name].read_text("utf-8")
+    text = list_recipes()[name].read_text("utf-8")
     comments = [line for line in text.splitlines() if line.startswith("#")]
     rest = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     assert text.isascii() and text.endswith("\n") and max(map(len, text.splitlines())) <= 127
@@ -72,7 +72,7 @@ def test_names_of_recipes_are_taken_bare(tmp_path, monkeypatch):
     config = fxplug.load_config("vit")
     assert config.base == tmp_path == fxplug.load_config("train/vit").base
     assert fxplug.load_config("vit", base=tmp_path.parent).base == tmp_path.parent
-    assert set(recipes()).isdisjoint(list_shipped("configs"))
+    assert set(list_recipes()).isdisjoint(list_shipped("configs"))
     with pytest.raises(SpecError, match="no config named 'convnet'.*did you mean 'convnext'"):
         fxplug.load_config("convnet")
     with pytest.raises(SpecError, match="no pass named 'vit'"):
@@ -81,8 +81,8 @@ def test_names_of_recipes_are_taken_bare(tmp_path, monkeypatch):
 
 def test_the_verb_lists_and_prints():
     listed = cli("recipes").splitlines()
-    assert [line.split()[0] for line in listed] == list(recipes())
-    for line, path in zip(listed, recipes().values(), strict=True):
+    assert [line.split()[0] for line in listed] == list(list_recipes())
+    for line, path in zip(listed, list_recipes().values(), strict=True):
         text = path.read_text("utf-8")
         assert line.split(maxsplit=1)[1] == text.splitlines()[0].removeprefix("# ")
         assert cli("recipes", path.stem) == text == cli("recipes", f"train/{path.stem}")
@@ -167,15 +167,15 @@ def trained(name: str, changes: list[str], **more: Any) -> Any:
     return run
 
 
-@sweep("name", recipes(), "vit", "flux1")
+@sweep("name", list_recipes(), "vit", "flux1")
 def test_a_recipe_at_its_full_size(name):
     """What the recipe's own passes find and add on the architecture itself; the comment says the memory of the formula."""
     found = full_size.count(name)
     assert found.text == full_size.EXPECTED[name]
     assert abs(found.parameters / found.published - 1) < 0.02
-    said = re.search(r": (\d+) GB", recipes()[name].read_text("utf-8").splitlines()[0])
+    said = re.search(r": (\d+) GB", list_recipes()[name].read_text("utf-8").splitlines()[0])
     assert said is not None and int(said[1]) == found.gigabytes
 
 
 def test_every_recipe_is_trained_and_counted():
-    assert set(recipes()) == {*BACKBONES, *FAMILIES, "clip", "siglip"} == set(full_size.MODELS) == set(full_size.EXPECTED)
+    assert set(list_recipes()) == {*BACKBONES, *FAMILIES, "clip", "siglip"} == set(full_size.MODELS) == set(full_size.EXPECTED)

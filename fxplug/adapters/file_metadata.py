@@ -24,7 +24,7 @@ FIELDS = (
 )  # fmt: skip
 
 
-def under_full_names(given: Mapping[str, str] | None) -> dict[str, str]:
+def prefix_fields(given: Mapping[str, str] | None) -> dict[str, str]:
     """Return metadata that a user gives, with ModelSpec's fields under their names in a file (`title` as `modelspec.title`).
 
     Raises SpecError for what is not text, a name that is nearly one of the fields, and a date or resolution of another form.
@@ -56,7 +56,7 @@ def _refused(key: str, value: str) -> str:
     return ""
 
 
-def fields_in(about: Mapping[str, Any]) -> dict[str, str]:
+def list_fields(about: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields of ModelSpec that whoever made a file said in its metadata, but for those of another form."""
     found = {key: about.get(key) for key in (SPEC + field for field in FIELDS)}
     return {key: value for key, value in found.items() if isinstance(value, str) and not _refused(key, value)}

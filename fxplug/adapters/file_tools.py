@@ -17,7 +17,7 @@ from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, quote
 from .banks import is_finite
 from .combination import Combination
 from .file_layouts import EditedFile, find_family, find_layout, place_on_paths, read_model, write_own, write_parts
-from .file_metadata import fields_in
+from .file_metadata import list_fields
 from .files import AdapterFile, Entry, Source, read
 from .formats import CONFIGURED
 from .own_files import check_no_own
@@ -130,7 +130,7 @@ def convert_adapter(
     own = as_ in (*CONFIGURED, "lycoris", "fxplug") and find_layout(file) in (*CONFIGURED, "fxplug")
     if about is None and not own:
         about = find_family(file)
-    said = fields_in(file.about)
+    said = list_fields(file.about)
     if name:
         said.pop("modelspec.title", None)
     placed = place_on_paths(file, about)

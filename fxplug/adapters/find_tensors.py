@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core import reading, weight_files
 from ..core.errors import ArtifactError, Limits, did_you_mean
-from ..core.hub_names import local_path
+from ..core.hub_names import find_local
 
 SAFE, PICKLED = (".safetensors",), (".bin", ".pt", ".pth", ".ckpt")
 _SAM = re.compile(r"^w_(?P<half>[ab])_(?P<number>\d+)$")
@@ -34,7 +34,7 @@ def find_kind(path: Path) -> str:
 
 def find(source: str | os.PathLike[str]) -> Path:
     """Return the file that holds the tensors of a file, a folder, or a repository on the hub. Raises ArtifactError."""
-    path = local_path(source, "adapter")
+    path = find_local(source, "adapter")
     what = find_kind(path)
     if what != "folder":
         if not what:

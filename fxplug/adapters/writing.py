@@ -21,7 +21,7 @@ from ..core.writing import replace_file, replace_folder
 from . import formats
 from .base_weights import describe_base
 from .contents import AdapterContents, ModelLayer, list_layers, read_trained
-from .file_metadata import describe_adapter, under_full_names
+from .file_metadata import describe_adapter, prefix_fields
 from .find_tensors import PICKLED, SAFE
 from .formats import CONFIGURED, explain_refusal, find_part, make_tensors
 from .loading import find_tensor, get_slotless_passes, is_table
@@ -199,7 +199,7 @@ def _by_name(
         raise ArtifactError(f"'{empty}' is on the meta device and has no values")
     made = {key: value if dtype is None or not value.is_floating_point() else value.to(dtype) for key, value in tensors.items()}
     layers = dict.fromkeys(site["path"] for entry in records.values() for site in entry["sites"] if site["block"])
-    about = {"format": "pt", OWN: make_description(list(records.values()), list(whole)), **under_full_names(metadata)}
+    about = {"format": "pt", OWN: make_description(list(records.values()), list(whole)), **prefix_fields(metadata)}
     return Content(prepare_tensors(made), about, {}, (*layers, *whole), {})
 
 
@@ -236,7 +236,7 @@ def make_content(
         part = "text_encoder_3"  # as they call Flux's, where SD 3 has CLIP's second one before it
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise SpecError(f"dtype must be a floating point dtype, such as torch.float16, not {quote(dtype)}")
-    said = under_full_names(metadata)
+    said = prefix_fields(metadata)
     left = dict(held.left_out)
     if held.heads and as_ != "peft":
         left |= dict.fromkeys(held.heads, f"is a whole parameter of a new layer, which {as_} cannot represent")

@@ -32,7 +32,7 @@ def is_hub_name(source: object, base: str | os.PathLike[str] = "") -> bool:
     return not os.path.lexists(path) and not find_whole_folder(path).exists()
 
 
-def local_path(
+def find_local(
     source: str | os.PathLike[str],
     kind: Literal["artifact", "adapter"],
     revision: str | None = None,
@@ -61,7 +61,7 @@ def local_path(
 
 
 @contextmanager
-def naming_repository(source: str | os.PathLike[str], path: Path) -> Iterator[None]:
+def name_repository(source: str | os.PathLike[str], path: Path) -> Iterator[None]:
     """Add to an ArtifactError about files of a repository, at `path` in the cache, which one it is and what to do."""
     try:
         yield
@@ -72,7 +72,7 @@ def naming_repository(source: str | os.PathLike[str], path: Path) -> Iterator[No
         raise ArtifactError(f"the repository '{source}': {error} ({path}: {advice})") from error
 
 
-def unlinked(path: Path) -> Path:
+def resolve_link(path: Path) -> Path:
     """Return the file that a link of the hub's cache leads to within that cache; any other path as it is."""
     if not path.is_symlink():
         return path

@@ -18,7 +18,7 @@ SITES = 20
 FENCE = re.compile(r"`{3,}")
 
 
-def card_of(module: TracedModule, name: str, base: str | None, license: str | None) -> str:
+def make_card(module: TracedModule, name: str, base: str | None, license: str | None) -> str:
     """Return the text of README.md for a module in the repository `name`: front matter, passes with their diffs, checks."""
     data = ModelCardData(base_model=base, license=license, library_name="fxplug", tags=["fxplug"])
     if base is not None:

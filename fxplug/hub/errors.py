@@ -26,7 +26,7 @@ BUSY = 429
 
 
 @contextmanager
-def hub_errors(repo: str, doing: str, revision: str | None = None) -> Iterator[None]:
+def report_hub_errors(repo: str, doing: str, revision: str | None = None) -> Iterator[None]:
     """Raise whatever goes wrong in the block as an ArtifactError: `doing` says what was tried ("cannot be fetched")."""
     try:
         yield

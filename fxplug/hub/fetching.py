@@ -14,11 +14,11 @@ from huggingface_hub import DryRunFileInfo, HfApi, constants, hf_hub_download, s
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
 from ..adapters.find_tensors import PICKLED, SAFE, choose_file
-from ..core.artifacts.document import FIXED, MANIFEST, listed, parse
+from ..core.artifacts.document import FIXED, MANIFEST, list_file_records, parse
 from ..core.errors import DEFAULT, ArtifactError, Limits, quote
-from ..core.hub_names import unlinked
+from ..core.hub_names import resolve_link
 from ..core.reading import make_reporter, open_regular_file
-from .errors import hub_errors
+from .errors import report_hub_errors
 
 CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model"  # whose scale only the configuration says
@@ -88,7 +88,7 @@ def fetch_artifact(name: str, revision: str | None = None, limits: Limits = DEFA
     repo, file = _parse(name, revision)
     if file:
         raise ArtifactError(f"'{name}' is a file of a repository, and load takes a whole one: '{repo.name}'")
-    with hub_errors(repo.name, FETCHED, repo.revision):
+    with report_hub_errors(repo.name, FETCHED, repo.revision):
         folder = _fetch_listed(repo, limits)
         if folder is None:
             raise ArtifactError(
@@ -105,7 +105,7 @@ def fetch_adapter(name: str, revision: str | None = None, limits: Limits = DEFAU
     ArtifactError as `fetch_artifact` does, and where there is no such file, or several and no name says which.
     """
     repo, file = _parse(name, revision)
-    with hub_errors(repo.name, FETCHED, repo.revision):
+    with report_hub_errors(repo.name, FETCHED, repo.revision):
         if file:
             return _fetch_weights(repo, file)
         try:
@@ -140,8 +140,8 @@ def _fetch_listed(repo: Repository, limits: Limits) -> Path | None:
     if found.file_size is not None and found.file_size > limits.json:
         raise ArtifactError(f"{where}: {MANIFEST} has {found.file_size} bytes; the limit is {limits.json}")
     manifest = pinned.fetch(MANIFEST)
-    with open_regular_file(unlinked(manifest), limits.json, make_reporter(f"{where}: {MANIFEST}"), links=False) as file:
-        files = listed(parse(file.read(), MANIFEST, limits), where)
+    with open_regular_file(resolve_link(manifest), limits.json, make_reporter(f"{where}: {MANIFEST}"), links=False) as file:
+        files = list_file_records(parse(file.read(), MANIFEST, limits), where)
     if len(files) > (most := limits.modules + len(FIXED)):
         raise ArtifactError(f"{where}: {MANIFEST} lists {len(files)} files; the limit is {most}")
     for name, record in files.items():

@@ -13,14 +13,14 @@ from huggingface_hub.errors import RevisionNotFoundError
 
 from .. import __version__
 from ..core.artifacts.artifact import check_savable, load, save
-from ..core.artifacts.document import MANIFEST, Snapshot, listed, open_snapshot, parse
+from ..core.artifacts.document import MANIFEST, Snapshot, list_file_records, open_snapshot, parse
 from ..core.errors import DEFAULT, ArtifactError, SpecError, quote
-from ..core.hub_names import unlinked
+from ..core.hub_names import resolve_link
 from ..core.ir.traced_module import TracedModule
 from ..core.reading import read_bytes
 from ..core.writing import open_temporary_folder as temporary_folder
-from .card import card_of
-from .errors import hub_errors
+from .card import make_card
+from .errors import report_hub_errors
 from .fetching import Repository
 
 CARD = "README.md"
@@ -73,8 +73,8 @@ def push(
         else:
             source = _checked_folder(module)
         files = stack.enter_context(open_snapshot(source))
-        card = card_of(load(source, allow=allow, device="meta", digest=files.digest), name, base, license)
-        with hub_errors(name, PUSHED):
+        card = make_card(load(source, allow=allow, device="meta", digest=files.digest), name, base, license)
+        with report_hub_errors(name, PUSHED):
             additions = [CommitOperationAdd(CARD, card.encode()), *_additions(source, files)]
             api = HfApi(library_name="fxplug", library_version=__version__)
             api.create_repo(name, exist_ok=True)
@@ -101,7 +101,7 @@ def _additions(folder: Path, files: Snapshot) -> list[CommitOperationAdd]:
     made = []
     for name, (file, digest) in files.files.items():
         large = name in files.weights
-        made.append(CommitOperationAdd(name, str(unlinked(folder / name)) if large else file.read()))
+        made.append(CommitOperationAdd(name, str(resolve_link(folder / name)) if large else file.read()))
         if made[-1].upload_info.sha256.hex() != digest:
             raise ArtifactError(f"{name} in {folder} has changed since it was saved: its SHA-256 differs from the manifest's")
     return [*made, CommitOperationAdd(MANIFEST, files.manifest)]
@@ -118,7 +118,7 @@ def _removed(api: HfApi, name: str, kept: set[str]) -> list[CommitOperationDelet
         return []
     path = repo.at(found.commit_hash).fetch(MANIFEST)  # by its commit: what the cache has as main stays
     try:
-        earlier = listed(parse(read_bytes(unlinked(path), DEFAULT.json), MANIFEST), name)
+        earlier = list_file_records(parse(read_bytes(resolve_link(path), DEFAULT.json), MANIFEST), name)
     except ArtifactError:  # of something else, or of a newer version: what it lists is not ours to remove
         return []
     return [CommitOperationDelete(file) for file in earlier if file not in kept and api.file_exists(name, file)]

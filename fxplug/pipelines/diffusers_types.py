@@ -174,7 +174,7 @@ def pipeline_part(gm: TracedModule, model: nn.Module | None = None, limit: int =
         raise SpecError(f"pipeline_part takes a traced module, not {quote(gm, 80)}: fxplug.trace makes one")
     kind = _class_of(gm)
     part = as_kind(_part_class(kind), gm)
-    if contexts := context_managers.names_of(kind):  # what earlier versions have saved does not know them
+    if contexts := context_managers.list_context_managers(kind):  # what earlier versions have saved does not know them
         part.meta.setdefault(context_managers.NAMES, contexts)
     return part if model is None or not limit else with_retracer(part, model, limit)
 

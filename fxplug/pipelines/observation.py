@@ -19,7 +19,7 @@ from torch import Tensor
 from ..core.errors import SpecError, did_you_mean, format_fields, get_first_line
 from ..core.torch_internals import trees as pytree
 from .latent_maps import LatentMap, MapError, codes, flatten_tensors, solve_map
-from .recorded_run import RecordedRun, RecordedStep, arguments_of, check_arguments, record_run
+from .recorded_run import PipelineRun, RecordedStep, arguments_of, check_arguments, record_run
 
 STEPS = 6  # of a run with coded values, which costs little
 MOST_STEPS = 24  # where a denoiser is called in few of them, as the first one of two
@@ -151,7 +151,7 @@ def _refused(pipe: Any, what: str, why: str) -> SpecError:
     return SpecError(f"{what} of {type(pipe).__name__}: {why}", path=("model", "pipeline"))
 
 
-def call_pipeline(pipe: Any, call: Mapping[str, Any], *, steps: int = STEPS, **options: Any) -> RecordedRun:
+def call_pipeline(pipe: Any, call: Mapping[str, Any], *, steps: int = STEPS, **options: Any) -> PipelineRun:
     """Record a run; what the pipeline raises becomes a SpecError that quotes it."""
     try:
         return record_run(pipe, call, steps=steps, **options)
@@ -232,7 +232,7 @@ def _observed(
                        {k: v for k, v in first.schedule.items() if k in ("mu",)}, others, number)  # fmt: skip
 
 
-def _steps_of(pipe: Any, run: RecordedRun, part: str) -> list[RecordedStep]:
+def _steps_of(pipe: Any, run: PipelineRun, part: str) -> list[RecordedStep]:
     """Return the steps but the first that end with a call of the denoiser. Raises SpecError for another number of calls."""
     found = []
     for step in run.steps[1:]:
@@ -274,7 +274,7 @@ def _shape_of(output: Any) -> torch.Size:
     return tensors[0].shape if len(tensors) == 1 else torch.Size([sum(t.numel() for t in tensors)])
 
 
-def _decoder_map(pipe: Any, runs: Mapping[str, RecordedRun], shape: torch.Size) -> tuple[str, LatentMap]:
+def _decoder_map(pipe: Any, runs: Mapping[str, PipelineRun], shape: torch.Size) -> tuple[str, LatentMap]:
     names = {name for run in runs.values() for name in run.decoded}
     if len(names) != 1:
         raise _refused(pipe, "VAE", "the call ends without decoding latents by `decode` of a part with `encode`")
@@ -355,7 +355,7 @@ def _random_like(draw: torch.Generator, like: Tensor) -> Tensor:
     return torch.randn(like.shape, generator=draw).to(like)
 
 
-def _compare_run(pipe: Any, observation: Observation, run: RecordedRun) -> float:
+def _compare_run(pipe: Any, observation: Observation, run: PipelineRun) -> float:
     """Return the largest difference between a run and what was observed. Raises SpecError where it differs."""
     worst = 0.0
     if run.changed:

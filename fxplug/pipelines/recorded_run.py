@@ -40,7 +40,7 @@ class RecordedStep:
 
 
 @dataclass
-class RecordedRun:
+class PipelineRun:
     """What was seen of a call: its `steps`, the `final` latents, whether latents `changed` between two steps, what the VAE was
     to decode (by the VAE's name), the scheduler, as it was set, and the arguments of `set_timesteps`."""
 
@@ -90,7 +90,7 @@ def record_run(
     denoisers: frozenset[str] = frozenset(),
     results: dict[str, Any] | None = None,
     first_call: str | None = None,
-) -> RecordedRun:
+) -> PipelineRun:
     """Call a pipeline, as far as the VAE, and record it. The pipeline is left as it was.
 
     Args:
@@ -118,7 +118,7 @@ def record_run(
     if scheduler is None or not hasattr(scheduler, "step"):
         raise SpecError(f"{type(pipe).__name__} has no scheduler with steps", path=("model", "pipeline"))
     coded = latents is not None  # codes are told apart in float32, whatever the models compute in
-    run, pending = RecordedRun(), list[tuple[str, dict[str, Any], Any]]()
+    run, pending = PipelineRun(), list[tuple[str, dict[str, Any], Any]]()
     run.scheduler = watched = copy.deepcopy(scheduler)
     pipe = copy.copy(pipe)  # pipelines keep what they are called with
     vars(pipe)["scheduler"] = watched

@@ -10,13 +10,13 @@ import typer
 
 from ..core.cli.verbs import Debug, show_progress
 from ..core.errors import SpecError, did_you_mean
-from ..core.spec.pass_file import recipes
+from ..core.spec.pass_file import list_recipes
 from ..core.spec.yaml_source import parse_yaml
 
 
 def complete_recipe(incomplete: str) -> list[str]:
     """Return the shell completions for a recipe: the names of shipped ones."""
-    return [name for name in recipes() if name.startswith(incomplete)]
+    return [name for name in list_recipes() if name.startswith(incomplete)]
 
 
 def show_recipes(
@@ -40,7 +40,7 @@ def show_recipes(
 
     Of a pipeline print what it does around its denoiser, which is what `denoise` trains on, or why it cannot be trained.
     """
-    known = recipes()
+    known = list_recipes()
     given = part is not None or bool(call) or size is not None
     found = None if name is None or given and Path(name).exists() else known.get(name.removeprefix("train/"))
     if given and (name is None or found):

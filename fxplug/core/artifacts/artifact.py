@@ -20,7 +20,7 @@ from ... import __version__
 from ...blocks.base import LowRank
 from ..errors import DEFAULT, ArtifactError, Limits, SpecError, quote
 from ..extensions import get_derivation
-from ..hub_names import local_path, naming_repository
+from ..hub_names import find_local, name_repository
 from ..ir.containers import Container
 from ..ir.graph import note_tied
 from ..ir.traced_module import TracedModule, drop_forward
@@ -160,8 +160,8 @@ def load(
         allow = [allow]
     if digest is not None and not (isinstance(digest, str) and DIGEST.match(digest)):
         raise SpecError(f"digest must be 'sha256:' and 64 hexadecimal digits, as fxplug.digest gives it, not {quote(digest)}")
-    path = local_path(folder, "artifact", revision, limits)
-    with naming_repository(folder, path), open_snapshot(path, limits) as files, convert_errors(f"{folder} cannot be read"):
+    path = find_local(folder, "artifact", revision, limits)
+    with name_repository(folder, path), open_snapshot(path, limits) as files, convert_errors(f"{folder} cannot be read"):
         if digest is not None and digest.lower() != files.digest:
             raise ArtifactError(
                 f"{folder} has the digest {files.digest}, not {digest}: it was changed or is another one. If this one is to be "

@@ -15,7 +15,7 @@ import torch
 from pydantic import FailFast, Field
 
 from ..errors import DEFAULT, ArtifactError, Limits, SpecError, make_printable, quote
-from ..hub_names import unlinked
+from ..hub_names import resolve_link
 from ..reading import check_format, get_size, guess_kind, make_reporter, open_regular_file, parse_json, report_errors
 from ..spec.yaml_source import Section, validate
 from ..weight_files import PIECE, read_header, read_tensors
@@ -222,7 +222,7 @@ class Manifest(Free):
     files: dict[str, FileRecord]
 
 
-def listed(data: dict[str, Any], folder: object) -> dict[str, FileRecord]:
+def list_file_records(data: dict[str, Any], folder: object) -> dict[str, FileRecord]:
     """Return the files of an artifact. Raises ArtifactError."""
     check_format(data, FORMAT, make_reporter(str(folder)))
     files = check_record(Manifest, data, MANIFEST).files
@@ -336,10 +336,10 @@ def _open_files(folder: Path, stack: contextlib.ExitStack, limits: Limits) -> Sn
 
     def open_file(name: str) -> BinaryIO:
         # no link that leads out of the folder, or of the hub's cache, and nothing that waits or does something when opened
-        return stack.enter_context(open_regular_file(unlinked(folder / name), raises=make_reporter(name), links=False))
+        return stack.enter_context(open_regular_file(resolve_link(folder / name), raises=make_reporter(name), links=False))
 
     manifest = _text(open_file(MANIFEST), MANIFEST, limits)
-    files = listed(parse(manifest, MANIFEST, limits), folder)
+    files = list_file_records(parse(manifest, MANIFEST, limits), folder)
     found_files = {}
     for name, record in files.items():
         if name not in names:
@@ -352,7 +352,7 @@ def _open_files(folder: Path, stack: contextlib.ExitStack, limits: Limits) -> Sn
         found_files[name] = (file, record.sha256)
     for name in names:
         # in the hub's cache others may have fetched more of the repository, as links
-        if name not in files and Path(name).suffix.lower() in CODE and unlinked(folder / name) == folder / name:
+        if name not in files and Path(name).suffix.lower() in CODE and resolve_link(folder / name) == folder / name:
             raise ArtifactError(
                 f"{make_printable(name)} is in the folder of the artifact, and the manifest does not list it: remove it"
             )

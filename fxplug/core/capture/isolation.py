@@ -241,7 +241,7 @@ def assemble(model: nn.Module, recordings: dict[bool, RecordedRun], twin_error: 
     note_tied(tree, graphs.values())
     gm = TracedModule(tree, graphs, type(model), kept(model, extras(model)))
     gm.twin_error, gm._steps = twin_error, ()
-    if contexts := context_managers.names_of(type(model)):
+    if contexts := context_managers.list_context_managers(type(model)):
         gm.meta[context_managers.NAMES] = contexts
     return gm
 

@@ -26,7 +26,7 @@ import fxplug
 
 from .. import extensions, find_extra
 from ..errors import FxplugError, SpecError, make_printable
-from ..spec.pass_file import list_shipped, recipes
+from ..spec.pass_file import list_recipes, list_shipped
 from ..spec.run_config import Config, load_config
 from ..torch_internals import FAKE_TENSOR_LOG
 
@@ -144,7 +144,7 @@ Allow = Annotated[
 
 
 def _shipped(kind: str) -> list[str]:
-    return list(list_shipped(kind) if kind == "passes" else {**recipes(), **list_shipped(kind)})
+    return list(list_shipped(kind) if kind == "passes" else {**list_recipes(), **list_shipped(kind)})
 
 
 def complete_config(incomplete: str) -> list[str]:

@@ -11,12 +11,12 @@ from torch import nn
 NAMES = "contexts"  # the key in a traced module's `meta` of their names
 
 
-def names_of(kind: type) -> list[str]:
+def list_context_managers(kind: type) -> list[str]:
     """List the public context managers of a class."""
     return [name for name in dir(kind) if not name.startswith("_") and _is_one(inspect.getattr_static(kind, name))]
 
 
-def context_manager(module: nn.Module, name: str, method: Any) -> Any:
+def get_context_manager(module: nn.Module, name: str, method: Any) -> Any:
     """Return the method of that name of a traced module if it is a context manager; None if not.
 
     `method` is what the model's class has. A loaded module, which has no class, has one that does nothing: what diffusers'

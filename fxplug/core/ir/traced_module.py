@@ -20,7 +20,7 @@ from ..quantised import count_parameters, is_transposed
 from ..torch_internals.modules import COMPILED, leave_frame, without_compiler
 from .calls import CHECKPOINTING, FORWARD, call_code, choose_by_gradients, choose_by_mode, make_forward
 from .containers import HOOKED, RESERVED, WATCHED, Container, SharedCode, TracedRoot, find_module, get_child
-from .context_managers import context_manager
+from .context_managers import get_context_manager
 from .graph import OF_THE_ROOT, Graph, compile_graph, copy_graph, list_tied, note_uncalled
 
 if TYPE_CHECKING:
@@ -414,7 +414,7 @@ class TracedModule(TracedRoot, fx.GraphModule):
                 return accessors.setdefault(name, accessor(self))
             except SpecError as error:
                 raise AttributeError(error.finding) from None
-        if (context := context_manager(self, name, found)) is not None:  # leaves nothing behind: a pipeline may open it
+        if (context := get_context_manager(self, name, found)) is not None:  # leaves nothing behind: a pipeline may open it
             return context
         if callable(found):
             raise AttributeError(

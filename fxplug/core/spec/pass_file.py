@@ -171,12 +171,12 @@ def list_shipped(kind: str) -> dict[str, Path]:
     return found
 
 
-def recipes() -> dict[str, Path]:
+def list_recipes() -> dict[str, Path]:
     """Return the shipped configurations of trainings by bare name, `sd15` for configs/train/sd15.yaml."""
     return {name.removeprefix("train/"): path for name, path in list_shipped("configs").items() if name.startswith("train/")}
 
 
-def names_file(text: str | Path) -> bool:
+def is_file_name(text: str | Path) -> bool:
     """Return whether a text is the path of a pass or configuration, not the bare name of a shipped one."""
     return str(text).endswith((".yaml", ".yml", ".json"))
 
@@ -184,9 +184,9 @@ def names_file(text: str | Path) -> bool:
 def find_file(text: str | Path, kind: str, base: Path | None = None) -> Path:
     """Return the file of a bare shipped name, or of a path relative to `base` (default: the working folder)."""
     one = "pass" if kind == "passes" else "config"
-    if names_file(text):
+    if is_file_name(text):
         return (base or Path.cwd()) / text
-    known = list_shipped(kind) if kind == "passes" else {**recipes(), **list_shipped(kind)}
+    known = list_shipped(kind) if kind == "passes" else {**list_recipes(), **list_shipped(kind)}
     if str(text) in known:
         return known[str(text)]
     beside = (base or Path.cwd()) / f"{text}.yaml"

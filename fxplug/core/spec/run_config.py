@@ -21,7 +21,7 @@ from pydantic import (
 from ..errors import DEFAULT, Limits, SpecError, did_you_mean, format_path, prefix_path
 from ..reading import report_errors
 from .model_section import OF_PIPELINES, Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs
-from .pass_file import find_file, names_file, open_pass
+from .pass_file import find_file, is_file_name, open_pass
 from .rules import COMMON, Pass, check_common
 from .train_section import Data, Export, Train
 from .yaml_source import (
@@ -173,7 +173,7 @@ def load_config(
         read, base = Source(_plain(source, ())), Path(base or Path.cwd())
     elif isinstance(source, (str, Path)):
         path = find_file(source, "configs", Path(base) if base else None)
-        read, base = read_yaml(path, limits), path.parent if names_file(source) else Path(base or Path.cwd())
+        read, base = read_yaml(path, limits), path.parent if is_file_name(source) else Path(base or Path.cwd())
     else:
         raise SpecError(f"a configuration is a name, a path or a mapping, not {quote_yaml(source)}")
     if not isinstance(read.data, dict):
