@@ -207,8 +207,8 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from fxplug.core.writing import folder
-with folder(".model.pt2.exporting-", Path(sys.argv[1])) as work:
+from fxplug.core.writing import open_temporary_folder
+with open_temporary_folder(".model.pt2.exporting-", Path(sys.argv[1])) as work:
     (work / "model.pt2").write_bytes(b"half")
     print(work, flush=True)
     while True:  # a signal that comes right before a sleep is seen after it

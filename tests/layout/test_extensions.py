@@ -169,6 +169,7 @@ TESTS = {
     "reporting": "test_report.py::test_a_module_without_passes_is_a_plain_picture",
     "training": "test_draws.py",
     "pipelines": "test_in_pipelines.py::test_a_part_that_cannot_be_traced_so",
+    "hub": "test_hub.py::test_a_folder_of_that_name_goes_first",
     "hcp": "test_hcp_words.py::test_words_that_do_not_fit",
     "zhijian": "test_blitz_convert.py::test_a_configuration_names_a_module_as_it_is",
     "everydream": "test_everydream_text.py::test_changed_tokens_are_what_is_trained_on",
