@@ -669,7 +669,7 @@ REFUSED = {
     "images": "nowhere", "classes": 5, "dataset": "a.png", "call": "nowhere:At", "split": "", "columns": [], "captions": "some",
     "repeats": 2, "conditions": "a.png", "masks": "a.png", "trigger": "", "channels": 2, "background": "none", "size": 0,
     "buckets": {"step": 999}, "crop": None, "flip": 1, "workers": -1, "shuffle": "yes", "max_corrupt": float("nan"),
-    "test": {"images": "nowhere"}, "videos": 5, "frames": 4, "fps": 0, "cache": True,
+    "test": {"images": "nowhere"}, "videos": 5, "frames": 4, "fps": 0, "cache": True, "prior": 5, "prior_weight": 0,
 }  # fmt: skip
 
 

@@ -214,7 +214,8 @@ class _OtherFolders:
             found = {os.path.realpath(folder) for folder in others if os.path.isdir(folder)}
             self.kinds = dict.fromkeys(found - own, "test data")
         if spec.prior is not None:
-            found = {os.path.realpath(folder) for folder in _paths(spec.prior.classes or spec.prior.images or [], base)}
+            others = _paths(spec.prior.classes or spec.prior.images or spec.prior.videos or [], base)
+            found = {os.path.realpath(folder) for folder in others if os.path.isdir(folder)}
             self.kinds |= dict.fromkeys(found, "prior images")
         if conditions is not None:
             self.kinds[os.path.realpath(conditions)] = "condition images"
