@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import diffusers
 import pytest
 import tiny_pipelines as tiny
@@ -78,6 +80,41 @@ def test_a_part_that_is_not_there_and_an_argument_that_is_not_taken():
         observe(pipe, {**call_of("sd3"), "guidance_scal": 3})
     with pytest.raises(fxplug.SpecError, match=r"a call of StableDiffusion3Pipeline with .* fails: ValueError: `height`"):
         observe(pipe, {"height": 63, "width": 64})
+
+
+def test_a_call_for_several_samples_and_a_compiled_model_are_refused():
+    pipe = tiny.make("sd15")
+    for name, value in {"prompt": ["a ball", "a cube"], "num_images_per_prompt": 2}.items():
+        with pytest.raises(fxplug.SpecError, match=rf"model\.call\.{name}: asks for several samples"):
+            observe(pipe, {**call_of("sd15"), name: value})
+    pipe.unet = torch.compile(pipe.unet, backend="eager")
+    with pytest.raises(fxplug.SpecError, match="unet of StableDiffusionPipeline is compiled: put the model itself in"):
+        observe(pipe, call_of("sd15"))
+
+
+def test_a_traced_denoiser_is_observed_as_the_model():
+    pipe = tiny.make("flux")
+    plain = observe(pipe, call_of("flux"))
+    pipe.transformer = fxplug.trace_pipeline(
+        pipe, parts=["transformer"], prompt="a ball", num_inference_steps=2, **call_of("flux")
+    )["transformer"]  # fmt: skip
+    seen = observe(pipe, call_of("flux"))
+    assert seen.describe() == plain.describe() and confirm(pipe, seen) < 1e-6
+
+
+def test_threads_that_observe_one_pipeline_take_turns():
+    pipe, found = tiny.make("sd15"), []
+    plain = observe(pipe, call_of("sd15"))
+
+    def look():
+        found.append(observe(pipe, call_of("sd15")).describe())
+
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [plain.describe()] * 4
 
 
 def test_a_controlnet_is_refused_in_words():

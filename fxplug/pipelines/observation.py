@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import SpecError, did_you_mean, format_fields, get_first_line
+from ..core.errors import SpecError, did_you_mean, format_fields, get_first_line, quote
 from ..core.torch_internals import trees as pytree
 from .latent_maps import LatentMap, MapError, codes, flatten_tensors, solve_map
 from .recorded_run import PipelineRun, RecordedStep, arguments_of, check_arguments, record_run
@@ -118,6 +118,7 @@ def observe(pipe: Any, call: Mapping[str, Any] | None = None, part: str | None =
     """
     call = dict(call or {})
     check_arguments(pipe, call)
+    _check_one_sample(call)
     known = arguments_of(pipe)
     if "prompt" in known and not any(name.startswith("prompt") for name in call):
         call["prompt"] = PROMPTS[0]
@@ -145,6 +146,15 @@ def observe(pipe: Any, call: Mapping[str, Any] | None = None, part: str | None =
         except SpecError as error:
             failures.append(error)
     raise next((error for error in failures if not error.finding.startswith("guidance")), failures[0])
+
+
+def _check_one_sample(call: Mapping[str, Any]) -> None:
+    """Raise SpecError for a call that draws several samples: what is seen is of one."""
+    for name, value in call.items():
+        several = name.startswith("prompt") and isinstance(value, (list, tuple)) and len(value) != 1
+        if several or (name.startswith("num_") and name.endswith("_per_prompt") and value != 1):
+            finding = f"asks for several samples ({quote(value)}), and a pipeline is observed with one: leave it out"
+            raise SpecError(finding, path=("model", "call", name))
 
 
 def _refused(pipe: Any, what: str, why: str) -> SpecError:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from .latent_maps import flatten_tensors, unflatten_tensors
 from .opening import quiet
 
 Code = Callable[[Tensor], Tensor]
+_LOCK = threading.RLock()  # methods of models are replaced for the time of a run: one run at a time
 
 
 class EndOfRecording(BaseException):  # noqa: N818
@@ -93,6 +95,8 @@ def record_run(
 ) -> PipelineRun:
     """Call a pipeline, as far as the VAE, and record it. The pipeline is left as it was.
 
+    Threads that record take turns; nobody else calls its models meanwhile, who would get what the run has in their place.
+
     Args:
         pipe: A pipeline of diffusers.
         call: What it is called with.
@@ -165,13 +169,12 @@ def record_run(
         watched.scale_model_input = scale_model_input
 
     def watch(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(type(module).forward)
+        signature = inspect.signature(forward)
         dtype = getattr(module, "dtype", None) if coded else None
 
         @functools.wraps(forward)
         def watched_forward(*args: Any, **named: Any) -> Any:
-            given = dict(signature.bind(module, *args, **named).arguments)
-            given.pop("self", None)
+            given = dict(signature.bind(*args, **named).arguments)
             for rest in [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]:
                 given |= given.pop(rest, {})
             kept = pytree.tree_map_only(Tensor, Tensor.clone, given)
@@ -199,8 +202,11 @@ def record_run(
         raise EndOfRecording
 
     models = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    if compiled := next((name for name, part in models.items() if "_orig_mod" in part._modules), None):
+        finding = f"{compiled} of {type(pipe).__name__} is compiled: put the model itself in, {compiled}._orig_mod"
+        raise SpecError(finding, path=("model", "pipeline"))
     vaes = {name for name, part in models.items() if callable(getattr(part, "decode", None)) and hasattr(part, "encode")}
-    with contextlib.ExitStack() as stack:
+    with _LOCK, contextlib.ExitStack() as stack:
         for name, module in models.items():
             if name in vaes:
                 stack.enter_context(_same_dtypes(module))
@@ -212,7 +218,7 @@ def record_run(
             else:
                 stack.enter_context(_attribute(module, "forward", watch(name, module, module.forward)))
             if coded:
-                stack.enter_context(_shown_as_float32(module))
+                stack.enter_context(claim_float32(module))
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(seed)
         with quiet_libraries(), torch.no_grad(), contextlib.suppress(EndOfRecording):
@@ -292,7 +298,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _shown_as_float32(module: nn.Module) -> Iterator[None]:
+def claim_float32(module: nn.Module) -> Iterator[None]:
     """Let a model in half precision say for a time that it is float32, which pipelines make latents and conditions by."""
     kind = type(module)
     if getattr(module, "dtype", None) not in (torch.float16, torch.bfloat16):
