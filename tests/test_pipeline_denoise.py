@@ -86,6 +86,61 @@ def loss_of(task, batch, step=1):
     return float(task.loss(getattr(task.pipe, task.part), batch, Draws(0, step)))
 
 
+# --- what else is kept
+
+
+@pytest.mark.parametrize("name", ["sd15", "z_image"])
+def test_what_the_model_made_of_the_class_is_preserved(name):
+    """The loss of the trigger's captions, and the distance to the base for those of the class: 0 while the adapter is 0."""
+    pipe = tiny.make(name)
+    module, batch = rewritten(pipe, tiny.CALLS[name]), batch_of("a zzz ball", "a zzz ball on a box")
+    info = TaskInfo(SIZE, sizes=(SIZE,), trigger="zzz")
+
+    def loss(weight):
+        options = {} if weight is None else {"preserve": "red", "preserve_weight": weight}
+        task = PipelineDenoise(pipe, tiny.CALLS[name], samples=0, **options)
+        task.setup(module, info)
+        return task, float(task.loss(module, dict(batch), Draws(0, 1)).detach())
+
+    assert loss(3.0)[1] == loss(None)[1]
+    with torch.no_grad():
+        for key, parameter in module.named_parameters():
+            if key.startswith("lora."):
+                torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(len(key)))
+    plain, (task, single), triple = loss(None)[1], loss(1.0), loss(3.0)[1]
+    assert single > plain and triple - plain == pytest.approx(3 * (single - plain), rel=1e-4)
+    # by hand: both modules on the same noisy latents, with the captions of the class
+    one, draw, apart = task.sized.of(SIZE), Draws(0, 1), []
+    position = draw.uniform(2)
+    with torch.no_grad():
+        x = task._latents(batch, draw, one)
+        noise = draw.like(x)
+        index = one.steps[(position * len(one.steps)).long()]
+        noisy = one.noise.noisy(x, noise, index)
+        for row, caption in enumerate(("a red ball", "a red ball on a box")):
+            call = one.call(one.conditions.of({}, [caption]), noisy[row : row + 1], one.noise.time(index[row : row + 1]))
+            new, base = (one.call.predictions(each(**call), 1) for each in (module, getattr(pipe, task.part)))
+            apart.append((new - base).square().mean())
+    assert single - plain == pytest.approx(float(sum(apart) / 2), rel=1e-3)
+
+
+def test_the_loss_of_prior_images_counts_beside_that_of_the_others():
+    task = set_up(PipelineDenoise(tiny.make("sd15"), samples=0))
+    batch = batch_of("a red ball", "a dog", "a blue cube", "a cat")
+    both = {"prior": torch.tensor([False, True, False, True]), "loss_scale": torch.tensor([1.0, 0.5, 1.0, 0.5])}
+    scales = [torch.eye(4)[row] for row in range(4)]
+    single = [4 * loss_of(task, {**batch, "loss_scale": scale}) for scale in scales]
+    wanted = (single[0] + single[2]) / 2 + 0.5 * (single[1] + single[3]) / 2
+    assert loss_of(task, {**batch, **both}) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_class_to_preserve_needs_a_trigger():
+    with pytest.raises(SpecError, match="preserve: needs 'trigger' in the section data"):
+        set_up(PipelineDenoise(tiny.make("sd15"), samples=0, preserve="dog"))
+    with pytest.raises(SpecError, match="preserve_weight: has no effect without 'preserve'"):
+        set_up(PipelineDenoise(tiny.make("sd15"), samples=0, preserve_weight=2.0))
+
+
 # --- every family
 
 

@@ -51,7 +51,8 @@ def encode_images(
     `PlacedImage`, which `encoded` takes; also of those that could not be written.
 
     Args:
-        loader: The loader. One whose pixels do not depend on files alone (`Loader.has_files`) stays as it is.
+        loader: The loader. One whose pixels do not depend on files alone (`Loader.has_files`), or that has prior images, stays
+            as it is.
         cache: The cache; None leaves the loader as it is.
         encode: What makes a value of pixels float32 [1, c, h, w], or [1, c, f, h, w] of a video. It is given one sample at a
             time, here and in `encoded`: models round differently in batches of other sizes.
@@ -65,7 +66,7 @@ def encode_images(
     Raises:
         TrainError: More samples cannot be read than `max_corrupt` says.
     """
-    if cache is None or not isinstance(loader, Loader) or not loader.has_files:
+    if cache is None or not isinstance(loader, Loader) or not loader.has_files or loader.prior is not None:
         return False
     loader.skip_decoding = AllEncoded(cache, others)
     walk = loader.in_order()

@@ -23,13 +23,14 @@ from ..distributed import most_of_all
 from ..encoded_cache import EncodedCache
 from ..image_encoding import encode_images, encoded, still_readable
 from ..random_draws import Draws, preserve_random_state
-from ..trigger import with_trigger
+from ..trigger import replace_trigger, with_trigger
 from .denoise import TESTED, FixedDraws, rows_of
-from .losses import huber_delta, mean_loss, offset_noise, read_loss, sample_losses
+from .losses import MSE, huber_delta, mean_loss, offset_noise, read_loss, sample_losses
 from .noise import positions, read_density
 from .pipeline_conditions import Store, grouped
 from .pipeline_encoders import Size, pictures_of, sampled, size_of
 from .pipeline_samples import PipelineSamples, sample_arguments
+from .preservation import without_training
 from .sized_parts import SizedPart, SizedParts
 from .task import Batch, Task, TaskInfo, Totals
 
@@ -58,7 +59,7 @@ class PipelineDenoise(Task):
     pipeline draws them, with the arguments of `call`, and the scale of `guidance` where it is given.
     """
 
-    reads = ("loss_scale", "cond_dropout", "loss_mask")
+    reads = ("loss_scale", "cond_dropout", "loss_mask", "prior")
 
     def __init__(
         self,
@@ -76,6 +77,8 @@ class PipelineDenoise(Task):
         sample_steps: int = 20,
         guidance: float | None = None,
         negative: str = "",
+        preserve: str | None = None,
+        preserve_weight: float = 1.0,
         store: Store | None = None,
         latents: Callable[[nn.Module], EncodedCache | None] | None = None,
         **others: Any,
@@ -96,6 +99,8 @@ class PipelineDenoise(Task):
             sample_steps: Steps of a picture.
             guidance: The scale of guidance of pictures; None is that of the call.
             negative: The caption that guidance leads away from.
+            preserve: A class: with it in the place of the trigger in captions, the model learns what it gave before.
+            preserve_weight: The weight of that in the loss.
             store: Where encoded captions are kept beside the memory, which has 2 GiB of them; None is nowhere.
             latents: What opens the cache of what a VAE makes; None has none, and pictures are encoded in each step.
             **others: Options of `Denoise` that a pipeline does not have: an error says where each is set instead.
@@ -106,7 +111,7 @@ class PipelineDenoise(Task):
         _check_options(others)
         given: dict[str, Any] = {"density": density, "dropout": dropout, "snr_gamma": snr_gamma, "weighting": weighting}
         given |= {"samples": samples, "sample_steps": sample_steps, "negative": negative}
-        given |= {"loss": loss, "noise_offset": noise_offset}
+        given |= {"loss": loss, "noise_offset": noise_offset, "preserve": preserve, "preserve_weight": preserve_weight}
         validate(DenoiseOptions, {**given, **({} if guidance is None else {"guidance": guidance})})
         if isinstance(samples, list) and not all(isinstance(caption, str) for caption in samples):
             raise SpecError("must be captions: a pipeline is not called with labels", path=("samples",))
@@ -117,6 +122,7 @@ class PipelineDenoise(Task):
         self.wanted, self.sample_steps, self.guidance, self.negative = samples, sample_steps, guidance, negative
         self.store, self.open_latents = store, latents
         self.latents: EncodedCache | None = None
+        self.preserve, self.preserve_weight = preserve, preserve_weight
         self.part, self.batch = part or "", 2
 
     # --- what is seen before the training
@@ -146,6 +152,13 @@ class PipelineDenoise(Task):
             self.part = self.sized.part
             if isinstance(module, Variants):
                 self._trace_form(module, size)
+        if self.preserve is None and self.preserve_weight != 1:
+            raise SpecError("has no effect without 'preserve'", path=("preserve_weight",))
+        if self.preserve is not None:
+            with prefix_path("preserve"):
+                if info.trigger is None:
+                    raise SpecError("needs 'trigger' in the section data, the word in whose place the class stands")
+                self.untrained = without_training(module)
         self.sampler = PipelineSamples(self.pipe, self.part, self.sized.encoders)
         if self.open_latents is not None:
             self.latents = self.open_latents(components_of(self.pipe)[self.sized.of(self.size).call.observation.vae])
@@ -184,7 +197,10 @@ class PipelineDenoise(Task):
         position = positions(density, len(image), draw)
         own = batch.get("cond_dropout")
         dropout = self.dropout if own is None else torch.where(own.isnan(), self.dropout, own)
-        losses = self._losses(module, batch, draw, position, dropout, alike=draw.world > 1)
+        preserve = self.preserve is not None
+        if preserve and draw.world > 1:
+            raise SpecError("is for one process", path=("train", "task", "denoise", "preserve"))
+        losses = self._losses(module, batch, draw, position, dropout, alike=draw.world > 1, preserve=preserve)
         return mean_loss(losses, batch)
 
     @torch.no_grad()
@@ -201,7 +217,14 @@ class PipelineDenoise(Task):
         return {"loss": (total, count)}
 
     def _losses(
-        self, module: nn.Module, batch: Batch, draw: Any, position: Tensor, dropout: float | Tensor, alike: bool
+        self,
+        module: nn.Module,
+        batch: Batch,
+        draw: Any,
+        position: Tensor,
+        dropout: float | Tensor,
+        alike: bool,
+        preserve: bool = False,
     ) -> Tensor:
         """Return the weighted loss of each sample, float32 [b]; `alike` says that processes call the module equally often."""
         one = self.sized.of(size_of(batch))
@@ -228,7 +251,22 @@ class PipelineDenoise(Task):
                 found = self._of_group(module, one, own, noisy[rows], index[rows], target[rows], part)
                 # a process with fewer groups than others calls the module as often
                 losses = losses.index_add(0, torch.tensor(rows, device=x.device), found * float(number < len(groups)))
-        return losses * one.noise.weight(index)
+        losses = losses * one.noise.weight(index)
+        return losses + self.preserve_weight * self._preserved(module, one, batch, noisy, index) if preserve else losses
+
+    def _preserved(self, module: nn.Module, one: SizedPart, batch: Batch, noisy: Tensor, index: Tensor) -> Tensor:
+        """Return the squared distance of each sample's prediction, float32 [b], from that of the model without what trains, and
+        with the class in the place of the trigger (ostris' ai-toolkit calls it differential output preservation)."""
+        captions = [replace_trigger(text, str(self.info.trigger), str(self.preserve)) for text in batch["caption"]]
+        conditions = one.conditions.of(batch, captions)
+        kept = torch.zeros(len(noisy), device=noisy.device)
+        for rows in grouped(conditions, alone=bool(one.call.batching.lists)):
+            call = one.call([conditions[n] for n in rows], noisy[rows], one.noise.time(index[rows]))
+            new = one.call.predictions(module(**call), len(rows))
+            with torch.no_grad():
+                before = one.call.predictions(self.untrained(**call), len(rows))
+            kept = kept.index_add(0, torch.tensor(rows, device=kept.device), sample_losses(new, before, {}, MSE))
+        return kept
 
     def _of_group(
         self,
