@@ -14,7 +14,7 @@ from ..core.errors import SpecError, format_fields
 from ..core.torch_internals import trees as pytree
 from .latent_maps import flatten_tensors
 from .observation import Observation, call_pipeline
-from .recorded_run import arguments_of
+from .opening import call_parameters
 
 Call = dict[str, Any]
 Path = tuple[Any, ...]
@@ -102,7 +102,7 @@ def find_batching(pipe: Any, observation: Observation, **arguments: Any) -> Batc
     """
     one = encode_condition(pipe, observation, **arguments)
     failures: list[SpecError] = []
-    for asked in _asked_twice(pipe, observation, arguments):
+    for asked in _list_double_arguments(pipe, observation, arguments):
         try:
             two = encode_condition(pipe, observation, **{**arguments, **asked})
         except SpecError as error:
@@ -136,14 +136,14 @@ def find_batching(pipe: Any, observation: Observation, **arguments: Any) -> Batc
     return Batching(dims, frozenset(lists))
 
 
-def _asked_twice(pipe: Any, observation: Observation, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _list_double_arguments(pipe: Any, observation: Observation, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return arguments that ask for two samples, in the order in which they are tried."""
     given = {**observation.call, **arguments}
     listed = {n: [v] if isinstance(v, str) else v for n, v in given.items() if n.startswith("prompt")}
     prompts = {n: v * 2 for n, v in listed.items() if isinstance(v, list)}
     pictures = {n: torch.cat([v, v]) if isinstance(v, Tensor) else [v, v] for n, v in given.items()
                 if hasattr(v, "convert") or (isinstance(v, Tensor) and v.dim() > 2)}  # fmt: skip
-    many = [{n: 2} for n in arguments_of(pipe) if n.startswith("num_") and n.endswith("_per_prompt")]
+    many = [{n: 2} for n in call_parameters(pipe) if n.startswith("num_") and n.endswith("_per_prompt")]
     return [prompts, *many, *([{**prompts, **pictures}] if pictures else [])]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +13,7 @@ from torch import nn
 
 from ..core.errors import SpecError, did_you_mean, quote
 from ..core.ir.containers import list_leaves, map_leaves
-from .opening import is_modular, quiet, quoted
+from .opening import call_parameters, is_modular, quiet, quoted
 from .tracing import first_calls
 
 PROMPT = "a photo"  # where a call says nothing
@@ -190,15 +189,6 @@ def call_arguments(pipe: Any, given: Mapping[str, Any], size: tuple[int, int] | 
         finding = f"{type(pipe).__name__} must be called with '{lacking[0]}'"
         raise SpecError(f"{finding}: give it in 'call'", path=("model", "call"))
     return call
-
-
-def call_parameters(pipe: Any) -> dict[str, bool]:
-    """Return the arguments that a pipeline takes, and whether it needs them."""
-    if is_modular(pipe):  # whose call takes anything
-        return {each.name: bool(each.required) for each in pipe.blocks.inputs if each.name}
-    parameters = inspect.signature(pipe.__call__).parameters.values()
-    named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    return {each.name: each.default is each.empty for each in named}
 
 
 @contextlib.contextmanager

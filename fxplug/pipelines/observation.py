@@ -19,7 +19,8 @@ from torch import Tensor
 from ..core.errors import SpecError, did_you_mean, format_fields, get_first_line, quote
 from ..core.torch_internals import trees as pytree
 from .latent_maps import LatentMap, MapError, codes, flatten_tensors, solve_map
-from .recorded_run import PipelineRun, RecordedStep, arguments_of, check_arguments, record_run
+from .opening import call_parameters
+from .recorded_run import PipelineRun, RecordedStep, check_arguments, record_run
 
 STEPS = 6  # of a run with coded values, which costs little
 MOST_STEPS = 24  # where a denoiser is called in few of them, as the first one of two
@@ -29,7 +30,6 @@ CHANGED = (
     "the pipeline changes them between two steps, as inpainting does with a mask: not what the scheduler returned is what it "
     "is given next"
 )
-PREDICTIONS = ("epsilon", "v_prediction", "sample", "flow_prediction")
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def observe(pipe: Any, call: Mapping[str, Any] | None = None, part: str | None =
     call = dict(call or {})
     check_arguments(pipe, call)
     _check_one_sample(call)
-    known = arguments_of(pipe)
+    known = call_parameters(pipe)
     if "prompt" in known and not any(name.startswith("prompt") for name in call):
         call["prompt"] = PROMPTS[0]
     if "num_inference_steps" not in known:
@@ -142,7 +142,7 @@ def observe(pipe: Any, call: Mapping[str, Any] | None = None, part: str | None =
     for value in (None, 1.0, 0.0) if scales else (None,):
         tried = call if value is None else {**call, **dict.fromkeys(scales, value)}
         try:
-            return _observed(pipe, tried, part, tuple(n for n in names if n != part), results)
+            return _observe_once(pipe, tried, part, tuple(n for n in names if n != part), results)
         except SpecError as error:
             failures.append(error)
     raise next((error for error in failures if not error.finding.startswith("guidance")), failures[0])
@@ -178,7 +178,7 @@ def call_pipeline(pipe: Any, call: Mapping[str, Any], *, steps: int = STEPS, **o
         raise SpecError(finding, path=("model", "call")) from error
 
 
-def _observed(
+def _observe_once(
     pipe: Any, call: dict[str, Any], part: str, others: tuple[str, ...], results: dict[str, Any]
 ) -> Observation:
     coded: dict[str, Any] = {"results": results, "denoisers": frozenset({part, *others})}
@@ -186,7 +186,7 @@ def _observed(
         first = call_pipeline(pipe, call, steps=number, latents=torch.ones_like, outputs=torch.ones_like, **coded)
         if number == MOST_STEPS or not others or sum(bool(s.calls) and s.calls[-1][0] == part for s in first.steps) > 2:
             break
-    steps = _steps_of(pipe, first, part)
+    steps = _list_steps(pipe, first, part)
     shape, sample = steps[0].sample.shape, steps[0].sample
     output = steps[0].calls[-1][2]
     size = max(sample.numel(), flatten_tensors(output).numel())
@@ -194,23 +194,24 @@ def _observed(
     for name, code in codes(size).items():
         if name != "ones":
             runs[name] = call_pipeline(pipe, call, steps=number, latents=code, outputs=code, **coded)
-    seen = {name: _steps_of(pipe, run, part) for name, run in runs.items()}
+    seen = {name: _list_steps(pipe, run, part) for name, run in runs.items()}
     for name, run in runs.items():
         code = codes(size)[name]
         if any(not torch.equal(step.sample, code(step.sample)) for step in run.steps[1:]):
             raise _refused(pipe, "latents", CHANGED)
-    noisy = _changed(steps[0].calls[-1][1], seen["twos"][0].calls[-1][1])
-    time = [name for name in _changed(steps[0].calls[-1][1], steps[-1].calls[-1][1]) if name not in noisy]
+    noisy = _list_changed(steps[0].calls[-1][1], seen["twos"][0].calls[-1][1])
+    time = [name for name in _list_changed(steps[0].calls[-1][1], steps[-1].calls[-1][1]) if name not in noisy]
     before = list(dict.fromkeys(name for name, _, _ in steps[0].calls[:-1]))
     if len(noisy) != 1:
-        why = f"{_listed(noisy)} of {part} change with the latents, and must be one argument"
+        why = f"{_join_names(noisy)} of {part} change with the latents, and must be one argument"
         if before:
-            raise _refused(pipe, "input", f"{why}: {_listed(before)} is called before it in each step, such as a ControlNet")
+            first = f"{_join_names(before)} is called before it in each step, such as a ControlNet"
+            raise _refused(pipe, "input", f"{why}: {first}")
         two = ": two latents, as of a video and its sound, with times of their own, are not understood" if noisy else ""
         raise _refused(pipe, "latents" if noisy else "input", why + two)
     if len(time) != 1:
-        more = f": {_listed(before)} is called before it in each step" if before else ": two times, or parts with own times"
-        raise _refused(pipe, "time", f"{_listed(time)} of {part} change with the time, and must be one argument{more}")
+        more = f": {_join_names(before)} is called before it in each step" if before else ": two times, or parts with own times"
+        raise _refused(pipe, "time", f"{_join_names(time)} of {part} change with the time, and must be one argument{more}")
     noisy_name, time_name = noisy[0], time[0]
     try:
         to_input = solve_map({n: s[0].calls[-1][1][noisy_name] for n, s in seen.items()}, shape)
@@ -224,8 +225,8 @@ def _observed(
     if not to_input.covers:
         raise _refused(pipe, "input", f"{noisy_name} of {part} has a part of the latents only")
     try:
-        to_output = solve_map({n: s[0].prediction for n, s in seen.items()}, _shape_of(output))
-        final = solve_map({n: s[-1].prediction for n, s in seen.items()}, _shape_of(output))
+        to_output = solve_map({n: s[0].prediction for n, s in seen.items()}, _get_shape(output))
+        final = solve_map({n: s[-1].prediction for n, s in seen.items()}, _get_shape(output))
     except MapError:
         why = "in an order, times factors, plus terms: it depends on the latents or the time, or is a sum"
         raise _refused(pipe, "output", f"what the scheduler is given is not the output of {part} alone, {why}") from None
@@ -235,14 +236,14 @@ def _observed(
     if not isinstance(prediction, Tensor) or prediction.shape != shape:
         found = list(prediction.shape) if isinstance(prediction, Tensor) else f"a {type(prediction).__name__}"
         raise _refused(pipe, "output", f"the scheduler is given {found} for latents of {list(shape)}")
-    vae, to_decoder = _decoder_map(pipe, runs, shape)
-    slope, offset = _line(pipe, part, time_name, steps)
+    vae, to_decoder = _find_decoder_map(pipe, runs, shape)
+    slope, offset = _fit_time_line(pipe, part, time_name, steps)
     call_of = steps[0].calls[-1][1]
     return Observation(part, noisy_name, time_name, to_input, to_output, to_decoder, vae, slope, offset, shape, call, call_of,
                        {k: v for k, v in first.schedule.items() if k in ("mu",)}, others, number)  # fmt: skip
 
 
-def _steps_of(pipe: Any, run: PipelineRun, part: str) -> list[RecordedStep]:
+def _list_steps(pipe: Any, run: PipelineRun, part: str) -> list[RecordedStep]:
     """Return the steps but the first that end with a call of the denoiser. Raises SpecError for another number of calls."""
     found = []
     for step in run.steps[1:]:
@@ -257,7 +258,7 @@ def _steps_of(pipe: Any, run: PipelineRun, part: str) -> list[RecordedStep]:
     return found
 
 
-def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def _list_changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the names of arguments that differ."""
     return [name for name in {**one, **other} if not _equal(one.get(name), other.get(name))]
 
@@ -275,16 +276,16 @@ def _equal(one: Any, other: Any) -> bool:
     return True
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return ", ".join(names) or "no arguments"
 
 
-def _shape_of(output: Any) -> torch.Size:
+def _get_shape(output: Any) -> torch.Size:
     tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     return tensors[0].shape if len(tensors) == 1 else torch.Size([sum(t.numel() for t in tensors)])
 
 
-def _decoder_map(pipe: Any, runs: Mapping[str, PipelineRun], shape: torch.Size) -> tuple[str, LatentMap]:
+def _find_decoder_map(pipe: Any, runs: Mapping[str, PipelineRun], shape: torch.Size) -> tuple[str, LatentMap]:
     names = {name for run in runs.values() for name in run.decoded}
     if len(names) != 1:
         raise _refused(pipe, "VAE", "the call ends without decoding latents by `decode` of a part with `encode`")
@@ -300,7 +301,7 @@ def _decoder_map(pipe: Any, runs: Mapping[str, PipelineRun], shape: torch.Size) 
     return name, found
 
 
-def _line(pipe: Any, part: str, name: str, steps: list[RecordedStep]) -> tuple[float, float]:
+def _fit_time_line(pipe: Any, part: str, name: str, steps: list[RecordedStep]) -> tuple[float, float]:
     """Return slope and offset of the denoiser's time over the scheduler's."""
     values, times = [], []
     for step in steps:
@@ -374,7 +375,7 @@ def _compare_run(pipe: Any, observation: Observation, run: PipelineRun) -> float
     condition = taken[0].calls[-1][1] if taken else {}  # that of the first call is what training takes
     for step in taken[-2:]:
         _, given, output = step.calls[-1]
-        if changing := [n for n in _changed(condition, given) if n not in (observation.noisy, observation.time)]:
+        if changing := [n for n in _list_changed(condition, given) if n not in (observation.noisy, observation.time)]:
             raise _refused(pipe, "condition", f"{', '.join(changing)} of {observation.part} change from step to step")
         sizes = [flatten_tensors(call[observation.noisy]).numel() for call in (condition, given)]
         if sizes[0] != sizes[1]:
@@ -388,14 +389,14 @@ def _compare_run(pipe: Any, observation: Observation, run: PipelineRun) -> float
             "output": (observation.to_output(flatten_tensors(output)), step.prediction),
             "time": (time.expand(told.numel()), told.flatten()),
         }
-        worst = max(worst, *(_difference(pipe, what, mapped, real) for what, (mapped, real) in pairs.items()))
+        worst = max(worst, *(_measure_difference(pipe, what, mapped, real) for what, (mapped, real) in pairs.items()))
     if run.final is not None and observation.vae in run.decoded:
         mapped = observation.to_decoder(run.final)
-        worst = max(worst, _difference(pipe, "VAE", mapped, run.decoded[observation.vae]))
+        worst = max(worst, _measure_difference(pipe, "VAE", mapped, run.decoded[observation.vae]))
     return worst
 
 
-def _difference(pipe: Any, what: str, mapped: Any, real: Any) -> float:
+def _measure_difference(pipe: Any, what: str, mapped: Any, real: Any) -> float:
     one, two = flatten_tensors(mapped).double(), flatten_tensors(real).double()
     if one.shape != two.shape:
         raise _refused(pipe, what, f"a real step has {two.numel()} elements where {one.numel()} were observed")

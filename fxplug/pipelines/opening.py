@@ -190,6 +190,15 @@ def is_modular(pipe: Any) -> bool:
     return hasattr(pipe, "blocks") and hasattr(pipe, "load_components")
 
 
+def call_parameters(pipe: Any) -> dict[str, bool]:
+    """Return the arguments that a pipeline takes, and whether it needs them."""
+    if is_modular(pipe):  # whose call takes anything
+        return {each.name: bool(each.required) for each in pipe.blocks.inputs if each.name}
+    parameters = inspect.signature(pipe.__call__).parameters.values()
+    named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    return {each.name: each.default is each.empty for each in named}
+
+
 def _blocks_of(block: Any) -> Iterator[Any]:
     yield block
     for each in getattr(block, "sub_blocks", {}).values():

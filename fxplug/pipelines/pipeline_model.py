@@ -15,8 +15,8 @@ from ..core.models.factory import torch_device
 from ..core.models.state_dict import load_weights
 from ..core.spec.run_config import Config
 from .diffusers_types import pipeline_part
-from .example_call import ExampleCall, call_arguments, call_parameters, encoding_once
-from .opening import open_pipeline, quantize_part, quiet
+from .example_call import ExampleCall, call_arguments, encoding_once
+from .opening import call_parameters, open_pipeline, quantize_part, quiet
 from .tracing import first_calls, models_of
 
 NAMES = ("unet", "transformer", "prior", "decoder")  # how the names of denoisers begin

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..core.errors import SpecError, did_you_mean, format_fields
 from ..core.torch_internals import trees as pytree
 from .latent_maps import flatten_tensors, unflatten_tensors
-from .opening import quiet
+from .opening import call_parameters, quiet
 
 Code = Callable[[Tensor], Tensor]
 _LOCK = threading.RLock()  # methods of models are replaced for the time of a run: one run at a time
@@ -62,18 +62,9 @@ def components_of(pipe: Any) -> dict[str, Any]:
     return dict(found) if isinstance(found, Mapping) else {}
 
 
-def arguments_of(pipe: Any) -> dict[str, Any]:
-    """Return what a pipeline can be called with, and the defaults (None for what has none)."""
-    blocks = getattr(pipe, "blocks", None)
-    if blocks is not None and hasattr(blocks, "inputs"):  # of a modular pipeline
-        return {each.name: each.default for each in blocks.inputs if each.name}
-    parameters = inspect.signature(pipe.__call__).parameters.values()
-    return {p.name: None if p.default is p.empty else p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
-
-
 def check_arguments(pipe: Any, call: Mapping[str, Any]) -> None:
     """Raise SpecError for an argument that the pipeline does not have, naming the nearest."""
-    known = arguments_of(pipe)
+    known = call_parameters(pipe)
     for name in call:
         if name not in known:
             finding = f"{type(pipe).__name__} is not called with '{name}'{did_you_mean(name, known)}"
@@ -127,7 +118,7 @@ def record_run(
     pipe = copy.copy(pipe)  # pipelines keep what they are called with
     vars(pipe)["scheduler"] = watched
     if (guider := parts.get("guider")) is not None and hasattr(guider, "prepare_inputs"):
-        vars(pipe)["guider"] = _conditional(guider)
+        vars(pipe)["guider"] = _without_guidance(guider)
     scaled: list[Tensor] = []
 
     @functools.wraps(watched.step)
@@ -189,7 +180,7 @@ def record_run(
                 if results is not None:
                     results[key] = found
             if coded:
-                found = pytree.tree_map_only(Tensor, _widened, found)
+                found = pytree.tree_map_only(Tensor, _widen, found)
             if name in denoisers and outputs is not None:
                 found = unflatten_tensors(outputs(flatten_tensors(found)), found)
             pending.append((name, kept, found))
@@ -218,11 +209,11 @@ def record_run(
             else:
                 stack.enter_context(_attribute(module, "forward", watch(name, module, module.forward)))
             if coded:
-                stack.enter_context(claim_float32(module))
+                stack.enter_context(_pretend_float32(module))
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(seed)
         with quiet_libraries(), torch.no_grad(), contextlib.suppress(EndOfRecording):
-            pipe(**{**call, **({"num_inference_steps": steps} if "num_inference_steps" in arguments_of(pipe) else {})})
+            pipe(**{**call, **({"num_inference_steps": steps} if "num_inference_steps" in call_parameters(pipe) else {})})
     return run
 
 
@@ -230,7 +221,7 @@ def _are_equal(one: Tensor, two: Tensor) -> bool:
     return one.shape == two.shape and torch.equal(one.to(two), two)
 
 
-def _conditional(guider: Any) -> Any:
+def _without_guidance(guider: Any) -> Any:
     """Copy a guider of diffusers as one by which the denoiser sees the condition alone, and whose result is that prediction.
 
     It stays on: some pipelines fail where it is off, as they take what they then do not prepare.
@@ -293,12 +284,12 @@ def call_in(dtype: torch.dtype, function: Callable[..., Any], *args: Any, **name
     return function(*given[0], **given[1])
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def _widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 @contextlib.contextmanager
-def claim_float32(module: nn.Module) -> Iterator[None]:
+def _pretend_float32(module: nn.Module) -> Iterator[None]:
     """Let a model in half precision say for a time that it is float32, which pipelines make latents and conditions by."""
     kind = type(module)
     if getattr(module, "dtype", None) not in (torch.float16, torch.bfloat16):

@@ -22,10 +22,7 @@ from ..core.ir.traced_module import TracedModule
 from ..core.ir.variants import LIMIT
 from .control import META, SettingsProxy, controlnet_of, joined, settings, stand_in
 from .diffusers_types import PipelinePart, pipeline_part
-
-
-class _StopCall(BaseException):  # noqa: N818
-    """All that is wanted was seen: the call need not go on. No Exception, of which modular pipelines log the traceback."""
+from .recorded_run import EndOfRecording
 
 
 def trace_pipeline(
@@ -175,7 +172,7 @@ def first_calls(pipe: Any, models: dict[str, nn.Module], args: Any, call: Any, e
             if name not in calls:
                 calls[name] = map_leaves((given, named), lambda tensor, _: tensor.detach().clone())
                 if enough and len(calls) == len(models):
-                    raise _StopCall
+                    raise EndOfRecording
             return forward(*given, **named)
 
         return noted
@@ -184,7 +181,7 @@ def first_calls(pipe: Any, models: dict[str, nn.Module], args: Any, call: Any, e
     try:
         for name, model in models.items():
             vars(model)["forward"] = noting(name, model.forward)
-        with torch.no_grad(), contextlib.suppress(_StopCall):
+        with torch.no_grad(), contextlib.suppress(EndOfRecording):
             pipe(*args, **call)
     finally:
         for name, model in models.items():

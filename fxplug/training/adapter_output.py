@@ -47,7 +47,7 @@ def check_adapter(module: TracedModule, task: Task) -> None:
     except FxplugError as error:
         warnings.warn(f"adapter/ is not written, {where} all that trains: {error}", stacklevel=3)
         return
-    if isinstance(task, PipelineDenoise) and (lacking := _lacking_loader(task)):
+    if isinstance(task, PipelineDenoise) and (lacking := _explain_missing_loader(task)):
         warnings.warn(lacking, stacklevel=3)
 
 
@@ -147,7 +147,7 @@ def _loads_in_part(task: PipelineDenoise) -> bool:
     return hasattr(components_of(task.pipe)[task.part], "load_lora_adapter")
 
 
-def _lacking_loader(task: PipelineDenoise) -> str:
+def _explain_missing_loader(task: PipelineDenoise) -> str:
     """Return what is to be said of a pipeline that does not load the adapter by itself; "" if it does."""
     if _loads_itself(task):
         return ""

@@ -88,7 +88,7 @@ class EncodedCache:
         """Write the value of a key, or leave the entry as it was. Returns whether it is written."""
         tensors: dict[str, Tensor] = {}
         try:
-            entry = _CacheEntry(json.dumps(_taken_apart(value, tensors, set())), tensors)
+            entry = _CacheEntry(json.dumps(_encode_structure(value, tensors, set())), tensors)
         except _Unknown as error:
             self._stop(f"a value of the cache has a {error}, which it cannot store: the run goes on without")
             return False
@@ -201,7 +201,7 @@ class _CacheEntry:
         return len(self.structure) + sum(tensor.nbytes for tensor in self.tensors.values())
 
     def value(self) -> Any:
-        return _put_together(json.loads(self.structure), self.tensors)
+        return _decode_structure(json.loads(self.structure), self.tensors)
 
     def about(self, name: str) -> dict[str, str]:
         """Return the metadata of the file of an entry: its name, its structure, and sums of all its bytes."""
@@ -214,16 +214,16 @@ class _Unknown(Exception):
     """A value of a kind that is not stored."""
 
 
-def _taken_apart(value: Any, tensors: dict[str, Tensor], storages: set[int]) -> Any:
+def _encode_structure(value: Any, tensors: dict[str, Tensor], storages: set[int]) -> Any:
     """Return a value in JSON's terms, its tensors put into `tensors` and named. Raises _Unknown."""
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
         return ["float", value.hex()]
     if type(value) is dict and all(type(key) is str for key in value):
-        return ["dict", [[key, _taken_apart(item, tensors, storages)] for key, item in value.items()]]
+        return ["dict", [[key, _encode_structure(item, tensors, storages)] for key, item in value.items()]]
     if type(value) in (list, tuple, torch.Size):
-        return ["list" if type(value) is list else "tuple", [_taken_apart(item, tensors, storages) for item in value]]
+        return ["list" if type(value) is list else "tuple", [_encode_structure(item, tensors, storages) for item in value]]
     if type(value) is torch.dtype:
         return ["dtype", str(value).removeprefix("torch.")]
     plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta
@@ -236,19 +236,19 @@ def _taken_apart(value: Any, tensors: dict[str, Tensor], storages: set[int]) -> 
     return ["tensor", name, shape, dtype]
 
 
-def _put_together(found: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return the value that `_taken_apart` made `found` of."""
+def _decode_structure(found: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return the value that `_encode_structure` made `found` of."""
     if not isinstance(found, list):
         return found
     match found:
         case ["float", text]:
             return float.fromhex(text)
         case ["dict", pairs]:
-            return {key: _put_together(item, tensors) for key, item in pairs}
+            return {key: _decode_structure(item, tensors) for key, item in pairs}
         case ["list", items]:
-            return [_put_together(item, tensors) for item in items]
+            return [_decode_structure(item, tensors) for item in items]
         case ["tuple", items]:
-            return tuple(_put_together(item, tensors) for item in items)
+            return tuple(_decode_structure(item, tensors) for item in items)
         case ["dtype", name]:
             return DTYPES[name]
         case ["tensor", name, shape, dtype]:

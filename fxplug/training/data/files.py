@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -323,17 +323,27 @@ def existing(folder: Path, key: str) -> Path:
 def images_below(top: Path, skip: Container[str] = ()) -> list[str]:
     """Return the images below a folder as relative paths in natural order. Hidden files, and folders whose real path is in
     `skip`, are left out."""
-    known, names, seen = image_suffixes(), [], set()
+    known, names = image_suffixes(), []
+    for folder, _, files in walk_folders(top, skip):
+        kept = (file for file in files if os.path.splitext(file)[1].lower() in known)
+        names += [(folder / file).relative_to(top).as_posix() for file in kept]
+    return sorted(names, key=natural)
+
+
+def walk_folders(top: Path, skip: Container[str] = ()) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """Yield each folder below one, once, with the names of its folders, which the caller may shorten, and of its files.
+
+    Links are followed. Hidden folders and files, and folders whose real path is in `skip`, are left out.
+    """
+    seen = set[str]()
     for folder, folders, files in os.walk(top, followlinks=True):
         here = os.path.realpath(folder)
         if here in seen or here in skip:
             folders.clear()
             continue
         seen.add(here)
-        folders[:] = sorted(f for f in folders if not f.startswith("."))
-        kept = (f for f in files if os.path.splitext(f)[1].lower() in known and not f.startswith("."))
-        names += [Path(folder, f).relative_to(top).as_posix() for f in kept]
-    return sorted(names, key=natural)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield Path(folder), folders, [name for name in files if not name.startswith(".")]
 
 
 def natural(name: str) -> list[tuple[int, str]]:

@@ -14,7 +14,7 @@ from PIL import Image, ImageSequence
 
 from ...core.errors import SpecError, format_fields
 from .batch_order import Size
-from .files import FileItems, image_suffixes, natural
+from .files import FileItems, image_suffixes, natural, walk_folders
 from .image_files import WHITE, Unreadable, prepared, read_image, read_size, readable
 from .image_sources import ImageSource, digest_of_bytes, digest_of_file, remembered, unreadable
 
@@ -165,25 +165,18 @@ class VideoItems(FileItems):
     def below(top: Path, skip: Container[str] = (), notes: list[str] | None = None) -> list[str]:
         """Return the videos below a folder as relative paths in natural order: video files, animated pictures, and folders
         of pictures. Raises SpecError for a video file where the package `av` is missing."""
-        names, seen = list[str](), set[str]()
-        for folder, folders, files in os.walk(top, followlinks=True):
-            here = os.path.realpath(folder)
-            if here in seen or here in skip:
-                folders.clear()
-                continue
-            seen.add(here)
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            shown = [name for name in files if not name.startswith(".")]
-            whole = [name for name in shown if _suffix(name) in VIDEOS or _is_animated(Path(folder, name))]
+        names = list[str]()
+        for folder, folders, shown in walk_folders(top, skip):
+            whole = [name for name in shown if _suffix(name) in VIDEOS or _is_animated(folder / name)]
             stills = [name for name in shown if _suffix(name) in image_suffixes() and name not in whole]
-            place = Path(folder).relative_to(top)
-            if stills and not whole and Path(folder) != top:
+            place = folder.relative_to(top)
+            if stills and not whole and folder != top:
                 names.append(place.as_posix())
                 folders.clear()
             else:
                 names += [(place / name).as_posix() for name in whole]
                 if stills and notes is not None:
-                    notes.append(f"'{Path(folder, stills[0])}' and {len(stills) - 1} more pictures are not in a video's folder")
+                    notes.append(f"'{folder / stills[0]}' and {len(stills) - 1} more pictures are not in a video's folder")
         if filed := [name for name in names if _suffix(name) in VIDEOS and not os.path.isdir(top / name)]:
             _check_av(filed[0])
         return sorted(names, key=natural)

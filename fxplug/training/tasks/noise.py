@@ -126,7 +126,7 @@ class Diffusion(Noise):
         """Return 1, or Min-SNR's weight with `snr_gamma`; float32 [b]."""
         if self.snr_gamma is None:
             return torch.ones(len(index), device=index.device)
-        kept = self._kept(index)
+        kept = self._get_alphas_cumprod(index)
         snr = kept / (1 - kept)
         if self.prediction == "epsilon":
             return (self.snr_gamma / snr).clamp(max=1.0)
@@ -139,10 +139,10 @@ class Diffusion(Noise):
 
     def ratio(self, index: Tensor) -> Tensor:
         """Return the deviation of noise over that of data, float32 [b]; infinite where there is noise alone."""
-        kept = self._kept(index)
+        kept = self._get_alphas_cumprod(index)
         return ((1 - kept) / kept).sqrt()
 
-    def _kept(self, index: Tensor) -> Tensor:
+    def _get_alphas_cumprod(self, index: Tensor) -> Tensor:
         kept: Tensor = self.scheduler.alphas_cumprod.to(index.device, torch.float32)[index]
         return kept
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...core.errors import SpecError
 from ...pipelines.denoiser_call import DenoiserCall, SampleCondition
-from ...pipelines.recorded_run import arguments_of
+from ...pipelines.opening import call_parameters
 from ..data.image_sources import PlacedImage
 from ..image_encoding import still_readable
 from .pipeline_encoders import Encoders, pictures_of
@@ -78,7 +78,7 @@ def picture_argument(pipe: Any, call: Mapping[str, Any]) -> str | None:
     Raises:
         SpecError: There are several.
     """
-    free = [name for name in PICTURES if name in arguments_of(pipe) and name not in call]
+    free = [name for name in PICTURES if name in call_parameters(pipe) and name not in call]
     if MASK in free and MASKED in free:
         return MASK
     if "image" in free or len(free) < 2:
@@ -129,7 +129,7 @@ class Conditions:
         later runs, too."""
         self.pipe, self.call, self.argument, self.device, self.encoders = pipe, call, argument, device, encoders
         self.memory, self.store = memory, store
-        known = arguments_of(pipe)
+        known = call_parameters(pipe)
         given = call.observation.call
         self.sizes = {name: key for name, key in SIZES.items() if name in known and name not in given}
         own = ("prompt", argument, *([MASKED] if argument == MASK else []))  # what each sample has of its own

@@ -17,7 +17,8 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from ...core.errors import FxplugError, SpecError, get_first_line
 from ...core.ir.traced_module import TracedModule
 from ...pipelines.diffusers_types import pipeline_part
-from ...pipelines.recorded_run import arguments_of, components_of, quiet_libraries
+from ...pipelines.opening import call_parameters
+from ...pipelines.recorded_run import components_of, quiet_libraries
 from .pipeline_encoders import Encoders
 
 GUIDANCES = ("true_cfg_scale", "guidance_scale")  # which argument guides, if a pipeline has the first, the second tells
@@ -67,7 +68,7 @@ class PipelineSamples:
         return self._drawn(self.pipe, call, steps, seed)
 
     def _drawn(self, pipe: Any, call: Mapping[str, Any], steps: int, seed: int) -> Tensor:
-        known, kind = arguments_of(self.pipe), type(self.pipe).__name__
+        known, kind = call_parameters(self.pipe), type(self.pipe).__name__
         given = {"num_inference_steps": steps, "output_type": "pt", "generator": torch.Generator().manual_seed(seed)}
         given = {name: value for name, value in given.items() if name in known}
         try:
@@ -158,7 +159,7 @@ def sample_arguments(pipe: Any, call: Mapping[str, Any], guidance: float | None,
     Raises:
         SpecError: The pipeline takes no guidance, or no negative prompt.
     """
-    known, made = arguments_of(pipe), dict(call)
+    known, made = call_parameters(pipe), dict(call)
     kind = type(pipe).__name__
     if guidance is not None:
         name = next((name for name in GUIDANCES if name in known), None)

@@ -12,7 +12,8 @@ from torch import Tensor
 from ...core.errors import SpecError, format_fields, quote
 from ...pipelines.denoiser_call import DenoiserCall, denoiser_call
 from ...pipelines.observation import PROMPTS, Observation, confirm, observe
-from ...pipelines.recorded_run import arguments_of, components_of
+from ...pipelines.opening import call_parameters
+from ...pipelines.recorded_run import components_of
 from ..random_draws import Draws
 from .model_call import first_tensor
 from .noise import Diffusion, Flow
@@ -135,7 +136,7 @@ class SizedParts:
 
     def _observation(self, size: Size) -> Observation:
         """Observe the pipeline for pictures of a size. Raises SpecError, of a condition where one is lacking."""
-        known, call = arguments_of(self.pipe), dict(self.given)
+        known, call = call_parameters(self.pipe), dict(self.given)
         for name, value in zip(("num_frames", "height", "width")[-len(size) :], size, strict=True):
             if name in call and call[name] != value:
                 finding = f"is {quote(call[name])}, and the size of the pictures says {value}: leave it out"
