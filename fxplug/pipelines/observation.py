@@ -205,8 +205,8 @@ def _observe_once(
     if len(noisy) != 1:
         why = f"{_join_names(noisy)} of {part} change with the latents, and must be one argument"
         if before:
-            first = f"{_join_names(before)} is called before it in each step, such as a ControlNet"
-            raise _refused(pipe, "input", f"{why}: {first}")
+            earlier = f"{_join_names(before)} is called before it in each step, such as a ControlNet"
+            raise _refused(pipe, "input", f"{why}: {earlier}")
         two = ": two latents, as of a video and its sound, with times of their own, are not understood" if noisy else ""
         raise _refused(pipe, "latents" if noisy else "input", why + two)
     if len(time) != 1:
