@@ -77,7 +77,7 @@ def calls(mode: str, case: Any) -> dict[str, Callable[[], Any]]:
     }
     for form in ("fused", "blas") if dtype == torch.float32 else ("blas",):
         given = (x, weight, bias, down, up, rows, case.slots, 0, form)
-        found[form] = lambda given=given: operators.bank_linear(*given)  # type: ignore[misc]
+        found[form] = lambda given=given: operators.run_bank_linear(*given)  # type: ignore[misc]
     return found
 
 
@@ -98,7 +98,7 @@ def lost(row: dict[str, Any], limits: dict[str, Any], here: str) -> float:
 
     before, forms.LIMITS[here] = forms.LIMITS[here], limits
     try:
-        form = forms.form_of(case_of(*row["case"]), here)
+        form = forms.choose_form(case_of(*row["case"]), here)
     finally:
         forms.LIMITS[here] = before
     found = row["ratios"]
@@ -148,7 +148,7 @@ def main() -> None:
             with options.keep.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
             print(name, mode, *sizes, dtype, {form: round(ratio, 3) for form, ratio in found.items()}, flush=True)
-    here = forms.class_of("cpu")
+    here = forms.classify("cpu")
     limits = {"now": forms.LIMITS[here]}
     if options.fit:
         limits["fitted"] = fitted([row for row in rows if row["of"] != "other"], forms.LIMITS[here], here)

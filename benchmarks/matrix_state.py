@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fxplug.core.ir.containers import list_leaves, map_leaves
 from fxplug.core.ir.traced_module import TracedModule
-from fxplug.parallel.runtime.pretended import pretended
+from fxplug.parallel.runtime.pretended import run_simulated
 
 # what torch.compile is called with: on a CPU it traces and functionalises, and compiles nothing
 COMPILER = "aot_eager" if DEVICE == "cpu" else "inductor"
@@ -96,7 +96,7 @@ def _in_each(state: State, call: Callable[[], Any], gradients: bool) -> list[Any
                 stack.enter_context(context())
             return call()
 
-    return pretended(state.ways, one) if state.ways else [one(0)]
+    return run_simulated(state.ways, one) if state.ways else [one(0)]
 
 
 def _called(state: State, kwargs: Mapping[str, Any]) -> Any:

@@ -39,8 +39,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from fxplug.lowerings.linear import operators
-from fxplug.lowerings.linear.forms import Case, case_of
-from fxplug.lowerings.linear.layers import linear_layers
+from fxplug.lowerings.linear.forms import Case, make_case
+from fxplug.lowerings.linear.layers import list_linear
 
 PAGE = Path(__file__).parent.parent / "docs/measured.md"
 KERNEL, DISPATCH = 2e-6, 5e-6  # seconds of a kernel beside its work, and of the host to launch one in eager mode
@@ -109,8 +109,8 @@ def cases_of(kind: str, batch: int, dtype: torch.dtype = torch.bfloat16) -> Coun
     """The shapes of a model's layers that adapters are for, without a rank, and how many layers have each."""
     of = models.subject(kind, batch, dtype, "meta")
     gm, wanted = models.traced(of), set(of.layers)
-    found = [(gm, node, layer) for node, layer in linear_layers(gm.graph, gm) if str(node.target) in wanted]
-    return Counter(known[1] for each in found if (known := case_of(*each)) is not None)
+    found = [(gm, node, layer) for node, layer in list_linear(gm.graph, gm) if str(node.target) in wanted]
+    return Counter(known[1] for each in found if (known := make_case(*each)) is not None)
 
 
 def calls(case: Case, device: str = "meta", dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -129,9 +129,9 @@ def calls(case: Case, device: str = "meta", dtype: torch.dtype | None = None) ->
     return {
         "plain": lambda: F.linear(x, weight, bias),
         "merged": lambda: F.linear(x, merged, bias),
-        "rewritten": lambda: operators.lora_linear(x, weight, bias, *one, "stock"),
-        "fused": lambda: operators.lora_linear(x, weight, bias, *one, "fused"),
-        "slots": lambda: operators.bank_linear(x, weight, bias, down, up, gates, SLOTS, 0, "fused"),
+        "rewritten": lambda: operators.run_lora_linear(x, weight, bias, *one, "stock"),
+        "fused": lambda: operators.run_lora_linear(x, weight, bias, *one, "fused"),
+        "slots": lambda: operators.run_bank_linear(x, weight, bias, down, up, gates, SLOTS, 0, "fused"),
     }
 
 

@@ -31,7 +31,7 @@ from timing import difference, error_of
 from torch import Tensor, nn
 
 import fxplug
-from fxplug.parallel.runtime.pretended import pretended
+from fxplug.parallel.runtime.pretended import run_simulated
 
 PAGE = Path(__file__).parent.parent / "docs/measured.md"
 BEGIN, END = "<!-- serving -->", "<!-- /serving -->"
@@ -52,7 +52,7 @@ class Saved(NamedTuple):
 def run_parallel(saved: Saved) -> Run:
     plan = fxplug.parallel_plan(saved.module, (), saved.inputs, ulysses=2, check=False)
     made = fxplug.parallelize(saved.module, plan)
-    return lambda **inputs: pretended(plan.ways, lambda rank: made(**inputs))[0]
+    return lambda **inputs: run_simulated(plan.ways, lambda rank: made(**inputs))[0]
 
 
 def run_in_bfloat16(saved: Saved) -> Run:

@@ -18,7 +18,7 @@ print(f"{folder}: loaded without timm")
 
 from timm.data import ImageNetInfo  # noqa: E402 (only now, for the original model and the names of the classes)
 
-from fxplug.core.flow import saved_diff  # noqa: E402
+from fxplug.core.flow import read_saved_diff  # noqa: E402
 from fxplug.core.models.factory import build  # noqa: E402
 from fxplug.core.spec.run_config import load_config  # noqa: E402
 
@@ -51,7 +51,7 @@ for photo in ("chelsea", "coffee", "rocket"):
     print(f"{'':10}torch.equal: {torch.equal(before, after)}")
     assert torch.equal(before, after)
 
-changes = saved_diff(folder, rewritten).splitlines()
+changes = read_saved_diff(folder, rewritten).splitlines()
 more, fewer = (sum(line[0] == sign for line in changes) for sign in "+-")
 print(f"\nwhat the rewrite changed: {more - fewer} lines put in, {fewer} that read them now; the first of them:")
 print("\n".join(changes[:7]))

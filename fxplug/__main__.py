@@ -119,10 +119,10 @@ def diff(
 ) -> None:
     """Print what the passes changed, as a diff of the graph. Passes freeze nothing: fxplug.trainable names what trains."""
     if Path(subject).is_dir():
-        from .core.flow import saved_diff
+        from .core.flow import read_saved_diff
 
         module = load_saved(subject, set, allow)
-        print_diff(make_diff(saved_diff(subject, module), module, all_), all_)
+        print_diff(make_diff(read_saved_diff(subject, module), module, all_), all_)
         return
 
     found = run_rewrite(read_config(subject, set), dry_run=True, verify=False)

@@ -49,8 +49,8 @@ def small_layers(tmp_path_factory):
             return
         from fxplug.lowerings.linear import forms
 
-        rule = forms.form_of
-        patch.setattr(forms, "form_of", lambda case, device: "fused")
+        rule = forms.choose_form
+        patch.setattr(forms, "choose_form", lambda case, device: "fused")
         yield rule
 
 
@@ -59,7 +59,7 @@ def own_rule(small_layers, monkeypatch):
     """The rule as it is, which other processes of a test go by."""
     from fxplug.lowerings.linear import forms
 
-    monkeypatch.setattr(forms, "form_of", small_layers)
+    monkeypatch.setattr(forms, "choose_form", small_layers)
     return small_layers
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fxplug
 from fxplug.core.errors import FxplugError
 from fxplug.core.ir.comparison import WITHIN, measure_difference
-from fxplug.exports.size_trial import tensors_of
+from fxplug.exports.size_trial import list_tensors
 
 COST = 40
 
@@ -341,7 +341,7 @@ def _attack(text: str, rng: random.Random, folder: Path, counts: Counter[str]) -
         except Exception as error:
             return [f"the call ends in {type(error).__name__} at {shapes}: {str(error)[:200]}"]
         counts["calls"] += 1
-        wants, gots = tensors_of(wanted), tensors_of(got)
+        wants, gots = list_tensors(wanted), list_tensors(got)
         if [t.shape for t in wants] == [t.shape for t in gots]:  # what is no number to torch may be one to ONNX
             gots = [torch.where(a.isnan(), a, b) if a.dtype == b.dtype else b for a, b in zip(wants, gots, strict=True)]
         gap = measure_difference(wants, gots, WITHIN)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fxplug
 from fxplug.core.errors import FxplugError
 from fxplug.core.ir.comparison import WITHIN, measure_difference
-from fxplug.exports.size_trial import tensors_of
+from fxplug.exports.size_trial import list_tensors
 
 COST = 400
 TOGETHER = 16  # operations in a package: compiling takes a minute, however few there are
@@ -87,11 +87,11 @@ def _attack(rows: list[Any]) -> list[str]:
 
 def _missed(package: Any, module: Of, place: int, given: list[Tensor], every: list[Tensor]) -> str:
     try:
-        wanted = tensors_of(module(*given))
+        wanted = list_tensors(module(*given))
     except Exception:  # no call of this operation
         return ""
     try:
-        got = tensors_of(package(*every)[place])
+        got = list_tensors(package(*every)[place])
     except FxplugError:
         return ""
     except Exception as error:

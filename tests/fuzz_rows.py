@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import fxplug
 from fxplug.core.errors import FxplugError, GuardError, SpecError
 from fxplug.core.ir.comparison import measure_distance
-from fxplug.parallel.runtime.mesh import all_degrees
-from fxplug.parallel.runtime.pretended import pretended
+from fxplug.parallel.runtime.mesh import fill_degrees
+from fxplug.parallel.runtime.pretended import run_simulated
 
 COST = 10
 
@@ -134,7 +134,7 @@ def miss(seed: int) -> str:
                 raise
 
         try:
-            found = pretended(all_degrees({"rows": world}), run)
+            found = run_simulated(fill_degrees({"rows": world}), run)
         except FxplugError:
             if len(errors) < world:
                 return f"{seed}: {other} rows, planned at {height}: processes {sorted(errors)} of {world} alone: {errors}"

@@ -105,15 +105,15 @@ BANK = [*LAYER[:3], (64, 1024), (3072, 64), GATES]
 
 
 def lora(*given):
-    return operators.lora_linear(*given, "triton")
+    return operators.run_lora_linear(*given, "triton")
 
 
 def weight(*given):
-    return operators.lora_linear(*given, "triton:weight")
+    return operators.run_lora_linear(*given, "triton:weight")
 
 
 def bank(*given):
-    return operators.bank_linear(*given, 4, 0, "triton")
+    return operators.run_bank_linear(*given, 4, 0, "triton")
 
 
 def code_of(function, shapes, cpp):
@@ -176,7 +176,7 @@ def check_open_batches():
             batch = torch.export.Dim("batch", min=2, max=4096)
             sizes = [{0: batch}, *[None] * 4, {0: batch} if function is bank else None]
             plain = torch.export.export(Layer(function), tuple(given), dynamic_shapes=(tuple(sizes),))
-            with operators.keeping_kernels():
+            with operators.keep_kernels():
                 kept = torch.export.export(Layer(function), tuple(given), dynamic_shapes=(tuple(sizes),))
         for program, there in ((plain, False), (kept, True)):
             targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]

@@ -158,9 +158,9 @@ def check(dtype, shape, outer, rank, kind, batch_dim=0, bias=True, way="dense"):
     torch.Tensor.new_empty, Launch.count = unwritten, 0
     try:
         if slots > 1:
-            y = operators.bank_linear(*given, put(gates), slots, batch_dim, "triton")
+            y = operators.run_bank_linear(*given, put(gates), slots, batch_dim, "triton")
         else:
-            y = operators.lora_linear(*given, put(gates), "triton:weight" if kind == "weight" else "triton")
+            y = operators.run_lora_linear(*given, put(gates), "triton:weight" if kind == "weight" else "triton")
         found = [y]
         if kind != "weight":
             found += torch.autograd.grad(y, [p for p in given if p is not None], put(g))
@@ -202,16 +202,16 @@ def check_others():
     wide = [torch.randn(200, 12), torch.randn(7, 200)]
     for shape, batch in [((0, 5, 12), 0), ((0, 5, 12), 4), ((4, 0, 12), 4), ((4, 5, 12), 0)]:
         x, rows = torch.randn(shape), torch.ones(batch, 6)
-        got = operators.bank_linear(x, weight, None, down, up, rows, 3, 0, "triton")
-        assert torch.equal(got, operators.bank_linear(x, weight, None, down, up, rows, 3, 0, "stock"))
+        got = operators.run_bank_linear(x, weight, None, down, up, rows, 3, 0, "triton")
+        assert torch.equal(got, operators.run_bank_linear(x, weight, None, down, up, rows, 3, 0, "stock"))
     x, one = torch.randn(4, 5, 12), torch.ones(())
     for given in ((x, weight, None, *wide, one), (x[:0], weight, None, down, up, one)):
-        assert torch.equal(operators.lora_linear(*given, "triton"), operators.lora_linear(*given, "stock"))
-    got = operators.bank_linear(x, weight, None, down, up, torch.ones(3, 6), 3, -1, "triton")
-    assert torch.equal(got, operators.bank_linear(x, weight, None, down, up, torch.ones(3, 6), 3, -1, "stock"))
+        assert torch.equal(operators.run_lora_linear(*given, "triton"), operators.run_lora_linear(*given, "stock"))
+    got = operators.run_bank_linear(x, weight, None, down, up, torch.ones(3, 6), 3, -1, "triton")
+    assert torch.equal(got, operators.run_bank_linear(x, weight, None, down, up, torch.ones(3, 6), 3, -1, "stock"))
     x = x.double()
     given = [t.double() for t in (weight, down, up)]
-    assert operators.lora_linear(x, given[0], None, *given[1:], one, "triton").dtype == torch.float64
+    assert operators.run_lora_linear(x, given[0], None, *given[1:], one, "triton").dtype == torch.float64
     assert not Launch.count
 
 
@@ -225,7 +225,7 @@ def check_gradients_of_gradients():
         for form, given in (("triton", parts), ("stock", [part.double() for part in parts])):
             given = [part.clone().requires_grad_(i in (0, 3, 4)) for i, part in enumerate(given)]
             trained = [part for part in given if part.requires_grad]
-            call, rest = (operators.lora_linear, ()) if slots == 1 else (operators.bank_linear, (slots, 0))
+            call, rest = (operators.run_lora_linear, ()) if slots == 1 else (operators.run_bank_linear, (slots, 0))
             y = call(*given, take.to(given[0].dtype), *rest, form).square().sum()
             first = torch.autograd.grad(y, trained, create_graph=True)
             found.append(torch.autograd.grad(sum(one.square().sum() for one in first), trained))

@@ -19,7 +19,7 @@ from torch import nn
 import fxplug
 from fxplug.core.ir.containers import list_leaves
 from fxplug.lowerings.regions.nested import nest
-from fxplug.parallel.runtime.pretended import pretended
+from fxplug.parallel.runtime.pretended import run_simulated
 from fxplug.step_cache.cache import StepCache
 from fxplug.step_cache.policies import Every, TeaCache, Threshold
 
@@ -572,7 +572,7 @@ def test_processes_take_the_steps_that_one_does(name, ways):
     policy = Every(2) if name == "sd15" else Threshold(0.15, at_most=1)
     want, steps = in_turn(StepCache(cached(name)[1], policy, clock=None), calls)
     assert 1 < sum(steps) < len(steps)
-    for found, took in pretended(ways, lambda rank: in_turn(StepCache(new, policy, clock=None), calls)):
+    for found, took in run_simulated(ways, lambda rank: in_turn(StepCache(new, policy, clock=None), calls)):
         assert took == steps
         close(found, want)
 
@@ -591,7 +591,7 @@ def test_processes_measure_and_decide_by_teacache_as_one():
         cache.policy = TeaCache.fitted(changes, 0.3, degree=2)
         return cache.policy.coefficients, in_turn(cache, calls)[1]
 
-    (coefficients, steps), (first, *others) = both(marked), pretended(plan.ways, lambda rank: both(new))
+    (coefficients, steps), (first, *others) = both(marked), run_simulated(plan.ways, lambda rank: both(new))
     assert all(found == first for found in others) and first[1] == steps and 1 < sum(steps) < len(steps)
     assert first[0] == pytest.approx(coefficients, rel=1e-2)
 
@@ -613,7 +613,7 @@ def test_a_decision_is_everybodys(ways):
             calls = [base, *[changed(one, rank * 1e-7, seed=4) for one in (part, base, part)]]
             return in_turn(StepCache(new, Threshold(limit), clock=None), calls)[1]
 
-        first, *others = pretended(ways, steps)
+        first, *others = run_simulated(ways, steps)
         assert all(took == first for took in others)
         assert abs(off) < 1e-3 or first == ([True] * 4 if off < 0 else [True, False, False, False])
 
@@ -630,7 +630,7 @@ def test_a_step_that_is_in_full_anywhere_is_so_everywhere():
                 cache.reset()
             return first + in_turn(cache, [base, base])[1]
 
-        assert pretended(ways, steps) == [[True, False, True, False]] * 2
+        assert run_simulated(ways, steps) == [[True, False, True, False]] * 2
 
 
 def process(rank, folder):
@@ -655,7 +655,7 @@ def test_two_real_processes_decide_as_one(tmp_path):
 def test_processes_with_other_inputs_are_told():
     base, new, ways = parallel("pixart", ulysses=2)
     with pytest.raises(fxplug.GuardError, match="the input hidden_states of process 1 is not that of process 0"):
-        pretended(ways, lambda rank: run(StepCache(new, Every(2), clock=None), changed(base, rank)))
+        run_simulated(ways, lambda rank: run(StepCache(new, Every(2), clock=None), changed(base, rank)))
 
 
 def test_marks_may_come_after_the_collectives():
@@ -664,7 +664,7 @@ def test_marks_may_come_after_the_collectives():
     new = fxplug.apply(fxplug.parallelize(base.gm, plan), fxplug.load_pass("first_block_cache"))
     calls = [changed(base, by) for by in (0.0, 0.02, 3.0)]
     want, steps = in_turn(StepCache(cached("pixart")[1], Threshold(0.2), clock=None), calls)
-    for found, took in pretended(plan.ways, lambda rank: in_turn(StepCache(new, Threshold(0.2), clock=None), calls)):
+    for found, took in run_simulated(plan.ways, lambda rank: in_turn(StepCache(new, Threshold(0.2), clock=None), calls)):
         assert took == steps == [True, False, True]
         close(found, want)
 

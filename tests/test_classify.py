@@ -20,7 +20,7 @@ from fxplug.core.errors import SpecError
 from fxplug.core.spec.train_section import Use
 from fxplug.training.random_draws import Draws, preserve_random_state
 from fxplug.training.tasks.classify import Classify
-from fxplug.training.tasks.task import Task, TaskInfo, make_task, means
+from fxplug.training.tasks.task import Task, TaskInfo, compute_means, make_task
 
 SIDE = 32
 
@@ -48,7 +48,7 @@ def test_the_loss_is_cross_entropy():
     torch.testing.assert_close(ready().loss(vit, b, Draws(0, 1)), expected)
     smooth = F.cross_entropy(vit(b["image"]), b["label"], label_smoothing=0.1)
     torch.testing.assert_close(ready(smoothing=0.1).loss(vit, b, Draws(0, 1)), smooth)
-    assert means(ready(smoothing=0.1).test(vit, [b]))["loss"] == pytest.approx(float(expected), rel=1e-6)
+    assert compute_means(ready(smoothing=0.1).test(vit, [b]))["loss"] == pytest.approx(float(expected), rel=1e-6)
 
 
 @pytest.mark.parametrize("criterion", [
@@ -105,8 +105,8 @@ def test_the_test_counts_hits():
     task, module = ready(first(7)), first(7)
     totals = task.test(module, [{k: v[:3] for k, v in b.items()}, {k: v[3:] for k, v in b.items()}])
     assert totals["acc1"] == (100.0, 4) and totals["acc5"][1] == 4
-    assert means(totals)["acc1"] == 25.0 and means(totals)["acc5"] == 75.0 and task.best == "acc1"
-    few = means(ready(first(3)).test(first(3), [{**b, "label": torch.tensor([0, 2, 1, 0])}]))
+    assert compute_means(totals)["acc1"] == 25.0 and compute_means(totals)["acc5"] == 75.0 and task.best == "acc1"
+    few = compute_means(ready(first(3)).test(first(3), [{**b, "label": torch.tensor([0, 2, 1, 0])}]))
     assert few["acc1"] == 50.0 and few["acc5"] == 100.0
 
 

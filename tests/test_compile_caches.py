@@ -51,9 +51,9 @@ def test_a_compiled_form_is_one_that_torch_keeps_and_has_the_gradients_of_the_re
 
     new = trained()
     if "," in how:  # another form in each way of running
-        monkeypatch.setattr("fxplug.lowerings.linear.forms.forms_of", lambda case, device: (how, how))
+        monkeypatch.setattr("fxplug.lowerings.linear.forms.choose_forms", lambda case, device: (how, how))
         fused = fxplug.fuse(new)
-        assert {n.args[-1] for n in fused.graph.nodes if n.target is operators.lora_linear} == {how}
+        assert {n.args[-1] for n in fused.graph.nodes if n.target is operators.run_lora_linear} == {how}
     else:
         fused = fxplug.fuse(new, how)
     wanted = gradients(new, new)

@@ -19,11 +19,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fxplug.core.errors import SpecError, TrainError
 from fxplug.core.spec.train_section import Buckets, Data
-from fxplug.training.data.batch_order import Order, assign, bucket_sizes
-from fxplug.training.data.image_files import Crop, placed
+from fxplug.training.data.batch_order import Order, assign, list_bucket_sizes
+from fxplug.training.data.image_files import Crop, crop_and_resize
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import OwnItems, match_test_items, open_items
-from fxplug.training.data.wrapped_loader import loader_of
+from fxplug.training.data.wrapped_loader import make_loader
 
 
 def picture(seed=0, size=(20, 24), mode="RGB"):
@@ -503,13 +503,13 @@ def test_condition_functions_see_the_image_as_the_model_does(tmp_path):
 
 def test_what_float_tensors_cannot_have():
     with pytest.raises(TrainError, match=r"dataset\[0\]: a label must be a whole number, not 0.5; for text"):
-        next(loader_of([(picture(), 0.5)], 1).epoch(0))
+        next(make_loader([(picture(), 0.5)], 1).epoch(0))
     with pytest.raises(TrainError, match=r"dataset\[0\]: a label must be a whole number, not Tensor \[2\] torch.float32"):
-        next(loader_of([(picture(), torch.full((2,), 0.5))], 1).epoch(0))
+        next(make_loader([(picture(), torch.full((2,), 0.5))], 1).epoch(0))
     with pytest.raises(TrainError, match="is a float image: a plugin's transform_pil_image needs PIL or uint8"):
-        next(loader_of(Floats(), 1, hooks=Louder()).epoch(0))
+        next(make_loader(Floats(), 1, hooks=Louder()).epoch(0))
     sample = {"image": picture(0, (8, 8)), "condition": torch.zeros(3, 8, 8)}
-    assert next(loader_of([sample], 1).epoch(0))["condition"].shape == (1, 3, 8, 8)
+    assert next(make_loader([sample], 1).epoch(0))["condition"].shape == (1, 3, 8, 8)
     with pytest.raises(TrainError, match="its condition is a float tensor, which cannot be cropped and flipped with it"):
         next(Loader(OwnItems([sample], spec := Data(call="x", size=4)), spec, 1).epoch(0))
 
@@ -537,16 +537,16 @@ def test_condition_images_that_do_not_fit(tmp_path):
 
 def test_crops_keep_the_shape_of_things():
     image = picture(0, (40, 100))
-    half = placed(image, (20, 20), Crop())
+    half = crop_and_resize(image, (20, 20), Crop())
     assert half.size == (20, 20)
     assert np.array_equal(half, image.resize((50, 20), Image.Resampling.LANCZOS).crop((15, 0, 35, 20)))
-    left = placed(image, (40, 40), Crop(x=0, y=0, flip=True))
+    left = crop_and_resize(image, (40, 40), Crop(x=0, y=0, flip=True))
     assert np.array_equal(left, image.crop((0, 0, 40, 40)).transpose(Image.Transpose.FLIP_LEFT_RIGHT))
-    assert placed(image, (40, 100), Crop()) is image
+    assert crop_and_resize(image, (40, 100), Crop()) is image
 
 
 def test_bucket_sizes_are_those_of_kohya():
-    assert bucket_sizes((512, 512), Buckets(step=64, min=256, max=1024)) == [
+    assert list_bucket_sizes((512, 512), Buckets(step=64, min=256, max=1024)) == [
         (1024, 256), (960, 256), (896, 256), (832, 256), (768, 320), (704, 320), (640, 384), (576, 448), (512, 512),
         (448, 576), (384, 640), (320, 704), (320, 768), (256, 832), (256, 896), (256, 960), (256, 1024),
     ]  # fmt: skip
@@ -561,7 +561,7 @@ def test_bucket_sizes_are_those_of_kohya():
 @settings(max_examples=60, deadline=None)
 def test_buckets(side, step, images, fill):
     try:
-        sizes = bucket_sizes((side, side), Buckets(step=step))
+        sizes = list_bucket_sizes((side, side), Buckets(step=step))
     except SpecError as error:
         assert "too small for buckets" in str(error) and step > side // 2
         return
@@ -743,21 +743,21 @@ def halves(image, size):
 def test_loaders_of_what_python_has(tmp_path):
     items, spec = opened(tmp_path, call=TOY)
     ours = Loader(items, spec, 3, seed=4)
-    assert loader_of(ours, 7) is ours
-    same(list(loader_of(Toy(), 3, seed=4).epoch(1)), list(ours.epoch(1)))
-    same(list(loader_of(items, 3, seed=4).epoch(1)), list(ours.epoch(1)))
-    listed = loader_of([(picture(i), i) for i in range(4)], 2, train=False)
+    assert make_loader(ours, 7) is ours
+    same(list(make_loader(Toy(), 3, seed=4).epoch(1)), list(ours.epoch(1)))
+    same(list(make_loader(items, 3, seed=4).epoch(1)), list(ours.epoch(1)))
+    listed = make_loader([(picture(i), i) for i in range(4)], 2, train=False)
     assert [b["label"].tolist() for b in listed.epoch(0)] == [[0, 1], [2, 3]] and listed.classes is None
     with pytest.raises(SpecError, match="the data is a Stream, not a map-style data set"):
-        loader_of(Stream(), 2)
+        make_loader(Stream(), 2)
     with pytest.raises(SpecError, match="the data is a int, not a map-style"):
-        loader_of(5, 2)
+        make_loader(5, 2)
 
 
 @pytest.mark.parametrize("workers, own", [(0, False), (0, True), (2, False)])
 def test_a_data_loader_is_taken_as_it_is(workers, own):
     generator = torch.Generator().manual_seed(3) if own else None
-    given = loader_of(DataLoader(Toy(), 4, shuffle=True, num_workers=workers, generator=generator), 99, seed=1)
+    given = make_loader(DataLoader(Toy(), 4, shuffle=True, num_workers=workers, generator=generator), 99, seed=1)
     assert given.steps == 3 and given.classes == ["even", "odd"] and given.size is None and given.skipped == {}
     before = torch.get_rng_state(), random.getstate()
     epochs = [list(given.epoch(number)) for number in range(2)]
@@ -774,33 +774,33 @@ def test_a_data_loader_is_taken_as_it_is(workers, own):
     random.setstate(before[1])
     next(given.epoch(0))
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
-    pairs = loader_of(DataLoader(Toy(kind="tuple"), 5), 1)
+    pairs = make_loader(DataLoader(Toy(kind="tuple"), 5), 1)
     assert [b["label"].tolist() for b in pairs.epoch(0)] == [[0, 1, 0, 1, 0], [1, 0, 1, 0, 1]]
-    assert next(loader_of(DataLoader(Toy(kind="caption"), 5), 1).epoch(0))["caption"] == ["a"] * 5
+    assert next(make_loader(DataLoader(Toy(kind="caption"), 5), 1).epoch(0))["caption"] == ["a"] * 5
 
 
 def test_data_loaders_that_cannot_be_taken():
     with pytest.raises(TrainError, match="the DataLoader has no length"):
-        loader_of(DataLoader(Stream()), 1)
+        make_loader(DataLoader(Stream()), 1)
     with pytest.raises(TrainError, match="the DataLoader has no batches"):
-        loader_of(DataLoader(Toy(2), 4, drop_last=True), 1)
+        make_loader(DataLoader(Toy(2), 4, drop_last=True), 1)
     with pytest.raises(
         TrainError, match="2 processes would train on the same batches: give the DataLoader a DistributedSampler"
     ):
-        loader_of(DataLoader(Toy(), 4), 1, world=2)
+        make_loader(DataLoader(Toy(), 4), 1, world=2)
     with pytest.raises(TrainError, match="a plugin's transform_caption has no effect inside a DataLoader"):
-        loader_of(DataLoader(Toy(), 4), 1, hooks=Louder())
+        make_loader(DataLoader(Toy(), 4), 1, hooks=Louder())
     with pytest.raises(TrainError, match=r"batch 0 must be a mapping or a tuple \(image, label\), not a Tensor"):
-        next(loader_of(DataLoader(Toy(kind="image"), 4), 1).epoch(0))
+        next(make_loader(DataLoader(Toy(kind="image"), 4), 1).epoch(0))
     sampler = DistributedSampler(Toy(), num_replicas=2, rank=1, shuffle=True)
-    given = loader_of(DataLoader(Toy(), 5, sampler=sampler), 1, world=2)
+    given = make_loader(DataLoader(Toy(), 5, sampler=sampler), 1, world=2)
     assert not torch.equal(*(next(given.epoch(number))["image"] for number in range(2)))
 
 
 def test_a_data_loader_that_ends_early_is_said():
     with pytest.raises(TrainError, match="the length of the DataLoader is 3 batches, and it ended after 2: the length of"):
-        list(loader_of(DataLoader(Short(), 2), 1).epoch(0))
-    assert len(list(loader_of(DataLoader(Short(), 2), 1, train=False).epoch(0))) == 2
+        list(make_loader(DataLoader(Short(), 2), 1).epoch(0))
+    assert len(list(make_loader(DataLoader(Short(), 2), 1, train=False).epoch(0))) == 2
 
 
 def test_samples_that_do_not_go_together():

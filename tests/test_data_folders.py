@@ -13,7 +13,7 @@ from PIL import Image
 from fxplug.core.errors import SpecError
 from fxplug.core.spec.run_config import check_settings
 from fxplug.core.spec.train_section import Data
-from fxplug.training.data.batch_order import Order, bucket_sizes
+from fxplug.training.data.batch_order import Order, list_bucket_sizes
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
 from fxplug.training.tasks.classify import Classify
@@ -291,7 +291,7 @@ def test_what_is_ignored_is_said(tmp_path):
 
 
 def test_buckets_go_from_1_to_4_to_4_to_1(tmp_path):
-    sizes = bucket_sizes((512, 512), check_settings(Data, {"images": ".", "buckets": True}, "data").buckets)
+    sizes = list_bucket_sizes((512, 512), check_settings(Data, {"images": ".", "buckets": True}, "data").buckets)
     assert sizes[0] == (1024, 256) and sizes[-1] == (256, 1024)
     make(tmp_path, {"a.png": (64, 16), "b.png": (16, 64), "c.png": (32, 32)})
     made = loader(tmp_path, captions="none", size=32, buckets={"step": 8})

@@ -23,10 +23,10 @@ from fxplug.core.errors import SpecError, TrainError
 from fxplug.core.spec.run_config import check_settings
 from fxplug.core.spec.train_section import Data
 from fxplug.training.data.batch_order import Order
-from fxplug.training.data.image_files import Unreadable, as_image, read_image, read_size
+from fxplug.training.data.image_files import Unreadable, convert_image, read_image, read_size
 from fxplug.training.data.loader import Loader
-from fxplug.training.data.sources import labels_of, match_test_items, open_items
-from fxplug.training.data.wrapped_loader import loader_of
+from fxplug.training.data.sources import get_labels, match_test_items, open_items
+from fxplug.training.data.wrapped_loader import make_loader
 from fxplug.training.tasks.classify import Transform
 
 
@@ -85,7 +85,7 @@ def test_each_mode_and_turn_is_measured_and_read_as_seen(tmp_path, mode, suffix)
                 assert abs(read - seen).max() <= 1  # what is composed is rounded by PIL
                 assert read_size(source) == seen.shape[:2]
         with Image.open(io.BytesIO(file.read_bytes())) as image:  # as a data set of one's own gives it
-            given = np.asarray(as_image(image, "x", 3)).astype(int)
+            given = np.asarray(convert_image(image, "x", 3)).astype(int)
         assert abs(given - seen).max() <= 1
 
 
@@ -410,8 +410,8 @@ def test_names_are_matched_whatever_their_order(tmp_path, one, two):
 
 
 def test_a_name_twice_is_not_matched(tmp_path):
-    train = loader_of(Own(["a", "a", "b"]), 1).items
-    test = loader_of(Own(["b", "a"]), 1).items
+    train = make_loader(Own(["a", "a", "b"]), 1).items
+    test = make_loader(Own(["b", "a"]), 1).items
     with pytest.raises(SpecError, match="the training data have two called 'a'"):
         match_test_items(test, train)
 
@@ -432,9 +432,9 @@ class Own(Dataset):
 def test_a_data_set_of_numbers_is_not_matched_with_names(tmp_path):
     train = open_items(section(classes=folder(tmp_path, ["a/0.png"]).name), tmp_path.parent)
     with pytest.raises(SpecError, match="those of the test data are numbers"):
-        match_test_items(loader_of(Own(), 1).items, train)
-    named = loader_of(Own(["a", "b"]), 1).items
-    assert match_test_items(loader_of(Subset(Own(["a", "b"]), [0, 1]), 1).items, named).classes == ["a", "b"]
+        match_test_items(make_loader(Own(), 1).items, train)
+    named = make_loader(Own(["a", "b"]), 1).items
+    assert match_test_items(make_loader(Subset(Own(["a", "b"]), [0, 1]), 1).items, named).classes == ["a", "b"]
 
 
 def test_test_data_in_python_have_the_labels_of_the_training_data():
@@ -457,7 +457,7 @@ def test_a_label_beyond_the_classes_is_named(label, wrapped):
     data = Own(["a", "b"], label)
     said = rf"(dataset|batch 0)\[\d\] has the label {label}, and its data set has 2 classes, 0 to 1"
     with pytest.raises(TrainError, match=said):
-        next(loader_of(DataLoader(data, 2, collate_fn=listed) if wrapped else data, 2).epoch(0))
+        next(make_loader(DataLoader(data, 2, collate_fn=listed) if wrapped else data, 2).epoch(0))
 
 
 def test_rows_without_a_class_have_no_label(tmp_path):
@@ -482,9 +482,9 @@ class Targets(Own):
     ],
 )
 def test_labels_that_a_data_set_has_at_hand(data, labels):
-    assert labels_of(data) == labels
+    assert get_labels(data) == labels
     for wrapped in (data, DataLoader(data, 2)):
-        classes = loader_of(wrapped, 2).classes
+        classes = make_loader(wrapped, 2).classes
         assert classes == (None if labels is None else [str(n) for n in range(max(labels) + 1)])
 
 
@@ -524,7 +524,7 @@ def test_images_are_normalised_in_one_way(kind, train, normalised):
     found = []
     warnings.filterwarnings("ignore", "'dataset.*has transparent pixels")
     for given in (data, DataLoader(data, 4, collate_fn=collate), DataLoader(data, 4, collate_fn=listed)):
-        loader = loader_of(given, 4, train=train)
+        loader = make_loader(given, 4, train=train)
         if normalised:
             options = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.1), "interpolation": "bicubic", "crop_pct": 0.875}
             loader.transform = Transform({**options, **({"no_aug": True} if train else {})}, 3, train)
@@ -537,7 +537,7 @@ def test_images_are_normalised_in_one_way(kind, train, normalised):
 
 
 def test_augmentations_of_a_data_loader_are_drawn_for_each_image_and_repeat():
-    loader = loader_of(DataLoader(Own(image=images_of("uint8")), 2), 2)
+    loader = make_loader(DataLoader(Own(image=images_of("uint8")), 2), 2)
     loader.transform = Transform({"mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bicubic"}, 3, True)
     before = torch.get_rng_state()
     one, two = list(loader.epoch(0)), list(loader.epoch(0))
@@ -547,7 +547,7 @@ def test_augmentations_of_a_data_loader_are_drawn_for_each_image_and_repeat():
     assert not torch.equal(rows, torch.cat([b["image"] for b in loader.epoch(1)]))
     assert [b["image"].tolist() for b in loader.epoch(0, 1)] == [one[1]["image"].tolist()]
     assert torch.equal(torch.get_rng_state(), before)
-    other = loader_of(DataLoader(Own(image=images_of("uint8")), 2), 2, rank=1)
+    other = make_loader(DataLoader(Own(image=images_of("uint8")), 2), 2, rank=1)
     other.transform = loader.transform
     assert not torch.equal(next(other.epoch(0))["image"], one[0]["image"])
 

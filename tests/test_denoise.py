@@ -20,8 +20,8 @@ import fxplug
 from fxplug.core.errors import SpecError
 from fxplug.training.random_draws import Draws
 from fxplug.training.tasks.denoise import Denoise
-from fxplug.training.tasks.model_call import inputs_of
-from fxplug.training.tasks.task import TaskInfo, make_task, means
+from fxplug.training.tasks.model_call import list_inputs
+from fxplug.training.tasks.task import TaskInfo, compute_means, make_task
 
 SIDE = 16
 VAE = {"_class_name": "AutoencoderKL", "block_out_channels": [8, 8], "down_block_types": ["DownEncoderBlock2D"] * 2,
@@ -361,11 +361,11 @@ def test_a_test_is_the_same_in_any_batches_and_processes():
     module = traced()
     task, whole = ready(module), batch(8)
     torch.manual_seed(1)
-    one = means(task.test(module, [whole]))
+    one = compute_means(task.test(module, [whole]))
     parts = [{k: v[i : i + 2] for k, v in whole.items()} for i in range(0, 8, 2)]
     totals = [task.test(module, parts[:1]), task.test(module, parts[1:])]
     both = {"loss": tuple(sum(t["loss"][i] for t in totals) for i in (0, 1))}
-    assert both["loss"][1] == 32 and one["loss"] == pytest.approx(means(both)["loss"], rel=1e-6)
+    assert both["loss"][1] == 32 and one["loss"] == pytest.approx(compute_means(both)["loss"], rel=1e-6)
 
 
 def test_two_processes_have_the_loss_of_one():
@@ -623,6 +623,6 @@ def test_there_are_as_many_samples_as_asked_for_however_few_the_data():
 
 
 def test_inputs_are_read_off_the_graph():
-    inputs = inputs_of(traced(text=8))
+    inputs = list_inputs(traced(text=8))
     assert [name for name, i in inputs.items() if i.required] == ["sample", "timestep", "encoder_hidden_states"]
     assert inputs["return_dict"].fixed and inputs["return_dict"].value is False

@@ -14,8 +14,8 @@ from fxplug.core.errors import SpecError
 from fxplug.core.spec.train_section import Use
 from fxplug.training.random_draws import Draws
 from fxplug.training.tasks.denoise import Denoise
-from fxplug.training.tasks.losses import huber_delta, mean_loss, offset_noise, read_loss, sample_losses
-from fxplug.training.tasks.task import means
+from fxplug.training.tasks.losses import add_offset, compute_huber_delta, compute_losses, compute_mean, read_loss
+from fxplug.training.tasks.task import compute_means
 
 
 def huber(name="huber", **options):
@@ -27,24 +27,25 @@ def huber(name="huber", **options):
 
 def test_losses_of_three_numbers_by_hand():
     predicted, target = torch.tensor([[3.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.0, 4.0], [0.0, 0.0]])
-    assert sample_losses(predicted, target, {}, huber("mse")).tolist() == [12.5, 0.0]
+    assert compute_losses(predicted, target, {}, huber("mse")).tolist() == [12.5, 0.0]
     d = torch.tensor([4.0, 4.0])  # sqrt(9 + 16) = 5, sqrt(16 + 16) = 5.656854
-    assert sample_losses(predicted, target, {}, huber(), d).tolist() == pytest.approx([4 * (1 + 1.656854), 0.0])
-    assert sample_losses(predicted, target, {}, huber("smooth_l1"), d).tolist() == pytest.approx([1 + 1.656854, 0.0])
+    assert compute_losses(predicted, target, {}, huber(), d).tolist() == pytest.approx([4 * (1 + 1.656854), 0.0])
+    assert compute_losses(predicted, target, {}, huber("smooth_l1"), d).tolist() == pytest.approx([1 + 1.656854, 0.0])
 
 
 def test_small_differences_are_squared_and_large_ones_are_not():
     small, large = torch.full((1, 4), 1e-2), torch.full((1, 4), 1e3)
     zero, d = torch.zeros(1, 4), torch.tensor([0.5])
-    assert sample_losses(small, zero, {}, huber(), d).item() == pytest.approx(1e-4, rel=1e-3)
-    assert sample_losses(large, zero, {}, huber(), d).item() == pytest.approx(2 * 0.5 * (1e3 - 0.5), rel=1e-3)
+    assert compute_losses(small, zero, {}, huber(), d).item() == pytest.approx(1e-4, rel=1e-3)
+    assert compute_losses(large, zero, {}, huber(), d).item() == pytest.approx(2 * 0.5 * (1e3 - 0.5), rel=1e-3)
 
 
 def test_delta_by_schedule():
     share, ratio = torch.tensor([0.0, 0.5, 1.0]), torch.tensor([0.0, 1.0, math.inf])
-    assert huber_delta(huber(delta=0.25), share, ratio).tolist() == [0.25] * 3
-    assert huber_delta(huber(delta=0.25, schedule="exponential"), share, ratio).tolist() == [1.0, 0.5, 0.25]
-    assert huber_delta(huber(delta=0.2, schedule="snr"), share, ratio).tolist() == pytest.approx([1.0, 0.8 / 4 + 0.2, 0.2])
+    assert compute_huber_delta(huber(delta=0.25), share, ratio).tolist() == [0.25] * 3
+    assert compute_huber_delta(huber(delta=0.25, schedule="exponential"), share, ratio).tolist() == [1.0, 0.5, 0.25]
+    by_snr = compute_huber_delta(huber(delta=0.2, schedule="snr"), share, ratio)
+    assert by_snr.tolist() == pytest.approx([1.0, 0.8 / 4 + 0.2, 0.2])
 
 
 @pytest.mark.parametrize("schedule", ["constant", "exponential", "snr"])
@@ -92,7 +93,8 @@ def test_a_schedule_where_there_is_noise_alone_has_a_finite_loss():
 
 def test_a_test_has_the_kind_of_the_loss():
     module, b = traced(), batch()
-    found = [means(ready(module, loss=loss).test(module, [dict(b)]))["loss"] for loss in ("mse", {"smooth_l1": {"delta": 2.0}})]
+    losses = ("mse", {"smooth_l1": {"delta": 2.0}})
+    found = [compute_means(ready(module, loss=loss).test(module, [dict(b)]))["loss"] for loss in losses]
     assert found[0] != found[1]
 
 
@@ -122,10 +124,10 @@ def test_what_is_no_loss_is_said(text):
 def test_offset_noise_is_one_number_a_sample_and_channel():
     for shape in ((4, 3, 5, 6), (2, 3, 2, 5, 6)):
         noise = Draws(0, 1).normal(*shape)
-        moved = offset_noise(noise, Draws(0, 2), 0.5) - noise
+        moved = add_offset(noise, Draws(0, 2), 0.5) - noise
         drawn_here = 0.5 * Draws(0, 2).normal(*shape[:2], *[1] * (len(shape) - 2))
         torch.testing.assert_close(moved, drawn_here.expand(shape), rtol=0, atol=1e-6)
-    assert offset_noise(noise, None, 0.0) is noise
+    assert add_offset(noise, None, 0.0) is noise
 
 
 def test_offset_noise_is_what_is_added_and_learnt():
@@ -160,5 +162,5 @@ def test_without_options_the_draws_are_those_of_before():
 
 def test_the_mean_of_a_batch_has_the_scales_of_its_samples():
     losses = torch.tensor([1.0, 3.0])
-    assert mean_loss(losses, {}).item() == 2.0
-    assert mean_loss(losses, {"loss_scale": torch.tensor([0.0, 2.0])}).item() == 3.0
+    assert compute_mean(losses, {}).item() == 2.0
+    assert compute_mean(losses, {"loss_scale": torch.tensor([0.0, 2.0])}).item() == 3.0

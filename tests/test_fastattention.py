@@ -261,7 +261,7 @@ def test_a_method_must_do_for_all_calls_and_runs():
 
 @pytest.mark.slow
 def test_processes_find_one_schedule():
-    from fxplug.parallel.runtime.pretended import pretended
+    from fxplug.parallel.runtime.pretended import run_simulated
 
     base, new = marked()
     plan = fxplug.parallel_plan(new, base.args, base.kwargs, ulysses=2)
@@ -274,7 +274,7 @@ def test_processes_find_one_schedule():
         return fast.schedule, found, any(place.windowed for place in fast.places.values())
 
     one = find(new)
-    first, second = pretended(plan.ways, lambda rank: find(par))
+    first, second = run_simulated(plan.ways, lambda rank: find(par))
     assert first[0] == second[0] and not first[2] and one[2]  # of parts of tokens there is no window
     for a, b in zip(list_leaves(first[1]), list_leaves(second[1]), strict=True):
         assert torch.equal(a, b)

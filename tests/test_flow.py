@@ -16,8 +16,8 @@ from torch import nn
 
 import fxplug
 from fxplug.core.errors import FxplugError, MatchError, SpecError, VerifyError
-from fxplug.core.flow import rewrite, saved_diff, saved_inputs
-from fxplug.core.models.example_inputs import example_inputs
+from fxplug.core.flow import make_saved_inputs, read_saved_diff, rewrite
+from fxplug.core.models.example_inputs import make_inputs
 from fxplug.core.models.factory import build
 from fxplug.core.models.state_dict import read_weights
 from fxplug.core.spec.run_config import load_config
@@ -352,15 +352,15 @@ def test_example_inputs():
     inputs = {"x": [2, 8], "scale": scale}
     config = load_config({"model": "test_flow:Net", "dtype": "bfloat16", "inputs": inputs})
     model = build(config)
-    args, kwargs = example_inputs(config, model)
+    args, kwargs = make_inputs(config, model)
     assert args == () and kwargs["x"].dtype is torch.bfloat16 and kwargs["x"].shape == (2, 8)
     inner = kwargs["scale"]
     assert inner["a"].dtype is torch.int64 and set(inner["a"].tolist()) <= {0, 1}
     assert inner["b"] == [1] and inner["c"].tolist() == [2.5]
-    assert torch.equal(kwargs["x"], example_inputs(config, model)[1]["x"])
-    assert example_inputs(config, model, device="meta")[1]["x"].is_meta
+    assert torch.equal(kwargs["x"], make_inputs(config, model)[1]["x"])
+    assert make_inputs(config, model, device="meta")[1]["x"].is_meta
     other = load_config({"model": "test_flow:Net", "inputs": {"x": [2, 8]}, "seed": 1})
-    assert not torch.equal(kwargs["x"].float(), example_inputs(other, model)[1]["x"].bfloat16().float())
+    assert not torch.equal(kwargs["x"].float(), make_inputs(other, model)[1]["x"].bfloat16().float())
 
 
 @pytest.mark.parametrize(
@@ -369,15 +369,15 @@ def test_example_inputs():
 )
 def test_a_timm_model_knows_its_inputs(options, mode, shape):
     config = load_config({"model": {"timm": "resnet10t", "options": options}, "mode": mode, "device": "meta"})
-    assert example_inputs(config, build(config))[1]["x"].shape == shape
+    assert make_inputs(config, build(config))[1]["x"].shape == shape
 
 
 def test_inputs_that_do_not_fit():
     config = load_config(written("model: test_flow:Net\ninputs:\n  y: [2, 8]"))
-    assert message(example_inputs, config, Net()) == ("c.yaml:3: inputs: Net takes no input 'y'; it takes x, scale")
+    assert message(make_inputs, config, Net()) == ("c.yaml:3: inputs: Net takes no input 'y'; it takes x, scale")
     config = load_config(written("model: test_flow:Net\ninputs: {scale: 2}"))
-    assert message(example_inputs, config, Net()).startswith("c.yaml:2: inputs: Net misses the input 'x'")
-    text = message(example_inputs, load_config({"model": "test_flow:Net"}), Net())
+    assert message(make_inputs, config, Net()).startswith("c.yaml:2: inputs: Net misses the input 'x'")
+    text = message(make_inputs, load_config({"model": "test_flow:Net"}), Net())
     assert (
         "needs example inputs: a shape for each tensor"
     ) in text and "forward(x, scale=None)" in text and "    x: [1, 3, 64, 64]" in text
@@ -405,9 +405,9 @@ def test_rewrite_saves_what_it_made():
     args, kwargs = result.inputs
     assert torch.equal(result.module(*args, **kwargs), result.base(*args, **kwargs))
     again = fxplug.load("out")
-    args, kwargs = saved_inputs("out", again)
+    args, kwargs = make_saved_inputs("out", again)
     assert torch.equal(again(*args, **kwargs), result.module(*args, **kwargs))
-    assert saved_diff("out", again) == fxplug.diff(result.base, result.module) != ""
+    assert read_saved_diff("out", again) == fxplug.diff(result.base, result.module) != ""
 
 
 def test_a_rewrite_is_repeatable_and_leaves_the_random_state():
@@ -546,12 +546,12 @@ def test_a_failed_rewrite_keeps_the_old_artifact():
 def test_what_a_plain_save_does_not_know():
     module = rewrite(LORA, verify=False).module
     fxplug.save(module, "out")
-    assert "without a configuration" in message(saved_inputs, "out", module)
-    assert "not saved by `fxplug rewrite`" in message(saved_diff, "out", module)
+    assert "without a configuration" in message(make_saved_inputs, "out", module)
+    assert "not saved by `fxplug rewrite`" in message(read_saved_diff, "out", module)
 
 
 def test_reading_saved_inputs_runs_nothing_of_the_saved_configuration():
     module = rewrite(LORA, out="out", verify=False).module
     file = Path("out/config.yaml")
     file.write_text(file.read_text().replace("test_flow:Net", "no_such_module:boom").replace("lora:", "nothing:"))
-    assert saved_inputs("out", module)[1]["x"].shape == (2, 8)
+    assert make_saved_inputs("out", module)[1]["x"].shape == (2, 8)

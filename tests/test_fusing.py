@@ -77,7 +77,7 @@ def targets(module):
 def test_every_form_gives_what_the_bank_gives(banks, how, weights):
     take(banks, weights)
     fused = fxplug.fuse(banks, how)
-    assert targets(fused).count(operators.bank_linear) == (0 if how == "stock" else 4)
+    assert targets(fused).count(operators.run_bank_linear) == (0 if how == "stock" else 4)
     with torch.no_grad():
         close(fused(X), banks(X))
 
@@ -86,7 +86,7 @@ def test_samples_of_a_batch_take_slots_of_their_own(banks):
     mixed = [[1, 0, 0], [1, 0, 0], [0, 2, 0.5], [0, 0, 0]]
     fused = fxplug.fuse(banks)
     without = banks.get_submodule("places")
-    place = next(n for n in fused.graph.nodes if n.target is operators.bank_linear and "places" in str(n.args[1]))
+    place = next(n for n in fused.graph.nodes if n.target is operators.run_bank_linear and "places" in str(n.args[1]))
     with torch.no_grad():
         take(banks, mixed)
         assert fused(X).isnan().all() and banks(X).isnan().all()  # `places` sees no samples, so it cannot mix them
@@ -100,13 +100,13 @@ def test_a_bank_mixes_samples_in_one_product(shape, batch_dim, dtype):
     down, up = torch.randn(6, 12, dtype=dtype), torch.randn(7, 6, dtype=dtype)
     x = torch.randn(shape, dtype=dtype)
     rows = torch.tensor([[1, 0, 0], [0.5, 0, 0.25], [0.5, 0, 0.25], [0, 0, 0]]).repeat_interleave(2, 1)
-    found = operators.bank_linear(x, weight, bias, down, up, rows, 3, batch_dim)
+    found = operators.run_bank_linear(x, weight, bias, down, up, rows, 3, batch_dim)
     hidden = low_rank.apply_gates(F.linear(x, down), rows, batch_dim)
     expected = F.linear(x, weight, bias) + F.linear(hidden, up)
     close = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(found, expected, rtol=close, atol=10 * close)
     assert found.is_contiguous()
-    trained = operators.bank_linear(x.requires_grad_(), weight, bias, down, up, rows, 3, batch_dim)
+    trained = operators.run_bank_linear(x.requires_grad_(), weight, bias, down, up, rows, 3, batch_dim)
     torch.testing.assert_close(trained, expected, rtol=close, atol=10 * close)
     trained.float().square().sum().backward()
     assert x.grad.isfinite().all()
@@ -156,9 +156,9 @@ def test_fused_layers_run_on_the_meta_device():
     x, weight, bias = torch.empty(2, 5, 8, **meta), torch.empty(6, 8, **meta), torch.empty(6, **meta)
     down, up = torch.empty(4, 8, **meta), torch.empty(6, 4, **meta)
     for y in (
-        operators.linear(x, weight, bias),
-        operators.lora_linear(x, weight, bias, down, up, torch.ones((), **meta)),
-        operators.bank_linear(x, weight, bias, down, up, torch.empty(2, 4, **meta), 2),
+        operators.run_linear(x, weight, bias),
+        operators.run_lora_linear(x, weight, bias, down, up, torch.ones((), **meta)),
+        operators.run_bank_linear(x, weight, bias, down, up, torch.empty(2, 4, **meta), 2),
         updated.dora_linear(x, weight, bias, down, up, torch.ones((), **meta), torch.empty(6, **meta)),
         updated.lokr_linear(x, weight, bias, torch.ones((), **meta), down[:2, :4], None, None, weight[:3, :2], None, None),
     ):

@@ -7,8 +7,8 @@ import torch
 
 from fxplug.parallel.runtime.attention import Attention
 from fxplug.parallel.runtime.collectives import Gather, Split
-from fxplug.parallel.runtime.mesh import all_degrees
-from fxplug.parallel.runtime.pretended import pretended
+from fxplug.parallel.runtime.mesh import fill_degrees
+from fxplug.parallel.runtime.pretended import run_simulated
 
 
 @pytest.mark.gpu
@@ -16,7 +16,7 @@ from fxplug.parallel.runtime.pretended import pretended
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_ring_gives_what_the_whole_gives(dtype):
     """On pretended processes: the flash kernels' parts and gradients, merged by their denominators."""
-    ways = all_degrees({"ring": 3})
+    ways = fill_degrees({"ring": 3})
     split, gather = (kind(ways, "sequence", 2) for kind in (Split, Gather))
     given = [torch.randn(2, 4, 77, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
     weights = torch.randn_like(given[0])
@@ -29,7 +29,7 @@ def test_a_ring_gives_what_the_whole_gives(dtype):
         return out, torch.autograd.grad((out * weights).sum(), given)
 
     close = 1e-4 if dtype == torch.float32 else 3e-2
-    found = pretended(ways, run)
+    found = run_simulated(ways, run)
     assert all(torch.allclose(out.double(), one, rtol=close, atol=close) for out, _ in found)
     for index, gradient in enumerate(want):
         assert torch.allclose(sum(g[index].double() for _, g in found) / 3, gradient, rtol=close, atol=close)

@@ -13,7 +13,7 @@ from test_hcp import CONTROLNET, LORA, PRELU, SKIP
 import fxplug
 from fxplug.compat.hcp import SinglePluginBlock
 from fxplug.compat.hcp.convert_file import convert, read_input
-from fxplug.compat.hcp.layer_patterns import places, read_layer, read_layers
+from fxplug.compat.hcp.layer_patterns import find_places, read_layer, read_layers
 from fxplug.core.errors import SpecError
 from fxplug.core.spec.train_section import read_use
 from fxplug.core.spec.yaml_source import parse_yaml
@@ -87,7 +87,7 @@ MODULES = {"": "Net", "a": "Block", "a.x": "Linear", "a.y": "Linear", "b": "Bloc
 
 
 def found(*texts):
-    return [(p.path, p.pre_hook) for p in places(read_layers(list(texts), "layers"), MODULES)]
+    return [(p.path, p.pre_hook) for p in find_places(read_layers(list(texts), "layers"), MODULES)]
 
 
 def test_places_are_those_of_hcp_diffusion():

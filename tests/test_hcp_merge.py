@@ -11,7 +11,7 @@ import unets
 import yaml
 
 import fxplug
-from fxplug.compat.hcp.checkpoint_files import selected
+from fxplug.compat.hcp.checkpoint_files import select_names
 from fxplug.compat.hcp.convert_file import convert, convert_checkpoint
 from fxplug.core.errors import ArtifactError, SpecError
 from fxplug.core.spec.yaml_source import parse_yaml
@@ -224,11 +224,11 @@ def test_a_file_of_another_model_says_which_and_how_many(model):
 
 def test_layers_are_chosen_by_whole_names():
     names = ["layers.1.fc", "layers.10.fc", "head"]
-    assert selected(names, ["layers.1"], "a") == ["layers.1.fc"]  # HCP-Diffusion takes the beginning of a name: both
-    assert selected(names, [r"re:layers\.\d$", "head"], "a") == ["layers.1.fc", "head"]
-    assert selected(names, ["re:"], "a") == selected(names, "all", "a") == names
+    assert select_names(names, ["layers.1"], "a") == ["layers.1.fc"]  # HCP-Diffusion takes the beginning of a name: both
+    assert select_names(names, [r"re:layers\.\d$", "head"], "a") == ["layers.1.fc", "head"]
+    assert select_names(names, ["re:"], "a") == select_names(names, "all", "a") == names
     with pytest.raises(SpecError, match="'layers.2' is not a layer that a has weights of .did you mean"):
-        selected(names, ["layers.2"], "a")
+        select_names(names, ["layers.2"], "a")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxplug
 from fxplug.compat.hcp import MultiPluginBlock, PatchPluginBlock, PatchPluginContainer, PluginGroup, SinglePluginBlock, drivers
-from fxplug.compat.structures import described
+from fxplug.compat.structures import describe
 from fxplug.core.errors import SpecError, TraceError
 
 
@@ -203,7 +203,7 @@ def test_a_plain_tensor_that_is_changed_in_place_is_refused():
 
 
 def test_results_have_the_structure_of_what_they_replace():
-    assert described((torch.zeros(1), [None, {"a": 3}])) == "(tensor, [None, {a: 3}])"
+    assert describe((torch.zeros(1), [None, {"a": 3}])) == "(tensor, [None, {a: 3}])"
     with pytest.raises(TraceError, match=r"returns \(tensor, tensor\), and its layer's result is tensor"):
         traced(lambda self, x, y: (x, y))
     with pytest.raises(TraceError, match=r"returns \[tensor\], and its layer's result is tensor"):

@@ -20,7 +20,7 @@ from fxplug.training.data import image_files
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
 from fxplug.training.encoded_cache import EncodedCache
-from fxplug.training.image_encoding import encode_images, encoded
+from fxplug.training.image_encoding import encode_batch, encode_images
 
 
 def folder(top: Path, count=6):
@@ -66,7 +66,7 @@ class Denoising(fxplug.Task):
         self.vae, self.cache = vae, cache
 
     def loss(self, module, batch, draw):
-        rows = encoded(batch, self.cache, self.vae)
+        rows = encode_batch(batch, self.cache, self.vae)
         mean, std = (torch.stack([row[key] for row in rows]) for key in ("mean", "std"))
         x = mean + std * draw.like(mean)
         noise = draw.like(x)
@@ -174,7 +174,7 @@ def test_a_picture_that_goes_during_the_run_is_named(tmp_path):
     shutil.rmtree(tmp_path / "c")
     (tmp_path / "data" / batch["name"][0]).unlink()
     with pytest.raises(TrainError, match=r"\.png cannot be read any more: no such file"):
-        encoded(batch, cache, Vae())
+        encode_batch(batch, cache, Vae())
 
 
 def test_a_batch_is_encoded_whether_it_has_pixels_or_not(tmp_path):
@@ -184,9 +184,9 @@ def test_a_batch_is_encoded_whether_it_has_pixels_or_not(tmp_path):
     first = data.first(3)  # of which the loader gives pixels always
     assert isinstance(first["image"], torch.Tensor)
     lazy = {int(batch["index"]): batch for batch in data.epoch(0)}
-    for row, value in enumerate(encoded(first, cache, vae)):
+    for row, value in enumerate(encode_batch(first, cache, vae)):
         for given in (cache, None):
-            (found,) = encoded(lazy[row], given, vae)
+            (found,) = encode_batch(lazy[row], given, vae)
             assert all(torch.equal(found[key], value[key]) for key in ("mean", "std"))
 
 

@@ -73,7 +73,7 @@ def with_lora(rank=2, quantise=lambda net: None, **options):
 
 def lowered(new):
     """The module in this form, and the warnings that name Triton."""
-    forms.say.cache_clear()
+    forms.warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         low = fxplug.lower(new, fuse="triton")
@@ -170,8 +170,8 @@ def test_devices_that_have_the_kernels(capability, hip, reason, asked, monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Device")
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(devices, "find_version", lambda name: "3.8.0")
-    assert devices.unfit(CUDA, torch.bfloat16, 16) == reason
-    assert "xpu" in devices.unfit(torch.device("xpu"), torch.bfloat16, 16)
+    assert devices.explain_unfit(CUDA, torch.bfloat16, 16) == reason
+    assert "xpu" in devices.explain_unfit(torch.device("xpu"), torch.bfloat16, 16)
 
 
 def test_the_rule_never_takes_them(own_rule):
@@ -187,10 +187,10 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 def test_a_tile_is_the_largest_that_keeps_all_of_a_device_busy(monkeypatch):
     monkeypatch.setattr(devices, "tiles_of", lambda device: (devices.tiles_for(90), 132))
-    chosen = {rows: devices.tile_for(rows, 1024, CUDA, torch.bfloat16)[:2] for rows in (12608, 4096, 64)}
+    chosen = {rows: devices.choose_tile(rows, 1024, CUDA, torch.bfloat16)[:2] for rows in (12608, 4096, 64)}
     assert chosen == {12608: (128, 256), 4096: (128, 128), 64: (64, 64)}
-    assert devices.tile_for(12608, 64, CUDA, torch.bfloat16).n == 64
-    assert devices.tile_for(12608, 1024, CUDA, torch.float32).k == 32
+    assert devices.choose_tile(12608, 64, CUDA, torch.bfloat16).n == 64
+    assert devices.choose_tile(12608, 1024, CUDA, torch.float32).k == 32
 
 
 def test_a_table_of_a_device_goes_before_that_of_its_capability(monkeypatch):

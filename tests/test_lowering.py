@@ -13,10 +13,10 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fxplug
-from fxplug.lowerings.lowering import unlowered
+from fxplug.lowerings.lowering import undo_lowering
 from fxplug.lowerings.merging.fold import merge
-from fxplug.lowerings.merging.live import live
-from fxplug.lowerings.pipeline import form_table, layer_forms, lower
+from fxplug.lowerings.merging.live import merge_live
+from fxplug.lowerings.pipeline import form_table, list_layer_forms, lower
 
 LAYERS = {"table": (11, 12), "conv1": (8, 12, 3), "conv2": (8, 2, 3, 3), "conv3": (4, 1, 2, 2, 2), "out": (5, 4)}
 
@@ -69,7 +69,7 @@ CHOICES = ["ink", {"ink": 0.8, "film": -0.3}, "film", None, {"film": 2.0}]
 def test_a_live_merge_is_switched_without_recompiling_and_has_the_bits_of_a_merge():
     base = small.layers()
     gm = loaded(own(slots()))
-    made = live(gm)
+    made = merge_live(gm)
     assert made.code == base.gm.code
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(made, backend=counter, fullgraph=True)
@@ -87,7 +87,7 @@ def test_a_live_merge_is_switched_without_recompiling_and_has_the_bits_of_a_merg
 
 
 def test_a_switch_makes_only_those_weights_anew_that_it_concerns():
-    made = live(loaded(own(slots())))
+    made = merge_live(loaded(own(slots())))
     weights = {name: p for name, p in made.named_parameters() if name.rpartition(".")[0] in LAYERS}
 
     def written(change):
@@ -106,7 +106,7 @@ def test_a_switch_makes_only_those_weights_anew_that_it_concerns():
 def test_no_drift_and_no_base_weight_is_written():
     gm = loaded(own(slots())).bfloat16()
     before = {name: p.clone() for name, p in gm.named_parameters()}
-    made = live(gm)
+    made = merge_live(gm)
     storages = {name: p.data_ptr() for name, p in made.named_parameters()}
     made.adapters.use({"ink": 0.7, "film": -0.2})
     wanted = {name: p.clone() for name, p in made.named_parameters()}
@@ -116,12 +116,12 @@ def test_no_drift_and_no_base_weight_is_written():
     assert all(torch.equal(p, wanted[name]) for name, p in made.named_parameters())
     assert all(torch.equal(p, before[name]) for name, p in gm.named_parameters())
     assert storages == {name: p.data_ptr() for name, p in made.named_parameters()}
-    merged = merge(unlowered(made))
+    merged = merge(undo_lowering(made))
     assert all(torch.equal(p, made.get_parameter(name)) for name, p in merged.named_parameters())
 
 
 def test_entries_for_each_sample_are_refused_and_change_nothing():
-    made = live(loaded(own(slots())))
+    made = merge_live(loaded(own(slots())))
     made.adapters.use("film")
     before = run(made)
     with pytest.raises(fxplug.SpecError, match="per-sample adapters are not supported with merge='live'"):
@@ -138,7 +138,7 @@ def test_what_maps_a_parameter_is_merged_live(name):
     with torch.no_grad():
         for p in gm.get_submodule(name).parameters():
             p.normal_(std=0.1)
-    made = live(gm)
+    made = merge_live(gm)
     for weights in ([1.0, 0.0, 0.0], [0.5, -2.0, 0.0], [0.0, 0.0, 0.0]):
         for module in (gm, made):
             table = module.get_submodule(f"{name}.gates.table")
@@ -157,7 +157,7 @@ def test_a_live_merge_beside_other_passes_and_in_both_modes():
     with torch.no_grad():
         for p in [*gm.adapter.parameters(), *gm.loha.parameters()]:
             p.add_(torch.randn_like(p) * 0.02)
-    made = live(gm)
+    made = merge_live(gm)
     for module in (gm, made):
         module.adapters.load("ink", file)
         module.adapters.use({"ink": 0.1})
@@ -168,7 +168,7 @@ def test_a_live_merge_beside_other_passes_and_in_both_modes():
         torch.manual_seed(1)
         assert error(run(made.train(mode), base), theirs) < 1e-5
     with pytest.raises(fxplug.SpecError, match="no pass here has slots"):
-        live(fxplug.apply(base.gm, passes[1]))
+        merge_live(fxplug.apply(base.gm, passes[1]))
 
 
 def test_a_lowered_module_is_saved_as_what_it_came_from(tmp_path):
@@ -182,11 +182,11 @@ def test_a_lowered_module_is_saved_as_what_it_came_from(tmp_path):
     small.load_and_use(made, adapter(3), "third")
     again = fxplug.load(fxplug.save(made, tmp_path / "live"))
     assert again.adapters.names == ["ink", "film", "third"] and gm.adapters.names == ["ink", "film"]
-    assert torch.equal(run(live(again)), run(made))
+    assert torch.equal(run(merge_live(again)), run(made))
     other = copy.deepcopy(made)
     other.adapters.use("film")
     assert error(run(other), run(made)) > 1e-3 and made.adapters.active == {"third": 1.0}
-    assert unlowered(other).adapters.active == {"film": 1.0}
+    assert undo_lowering(other).adapters.active == {"film": 1.0}
     merged = lower(gm, merge="fold")
     again = fxplug.load(fxplug.save(merged, tmp_path / "merged"))
     assert "passes" not in again.meta and error(run(again), run(gm)) < 1e-5
@@ -233,7 +233,7 @@ def test_all_lowerings_together_are_switched_without_recompiling(way, tmp_path):
     gm = fxplug.apply(base.gm, fxplug.load_pass("lora", rank=2, slots=2))
     made = lower(gm, merge=way, outline=["*"])
     assert len(made.meta["nested"]["nested.Cell"]) >= 5
-    forms = layer_forms(made)
+    forms = list_layer_forms(made)
     assert len(forms) == 18 and len({form for path, form in forms.items() if path.endswith("out")}) == 1
     if way == "live":
         assert form_table(made).startswith("18 live merge\n")
@@ -269,7 +269,7 @@ def test_the_default_of_a_served_module():
     gm = fxplug.apply(small.layers().gm, *passes, fxplug.load_pass("adapter", at="conv3"))
     made = lower(gm, merge="auto", fuse=None)
     assert [e["name"] for e in made.meta["passes"]] == ["lora", "adapter"]
-    forms = layer_forms(made)
+    forms = list_layer_forms(made)
     assert forms == {"conv1": "merged", "out": "live merge", "conv3": "as its pass put it"}
     assert form_table(made).splitlines()[0] == "1 live merge; 1 as its pass put it; 1 merged"
     gm.adapters.load("ink", adapter(1, layers=["out"]))
@@ -292,7 +292,7 @@ def test_wrong_calls_are_told():
     ):
         with pytest.raises(fxplug.SpecError, match=found):
             lower(gm, **options)
-    for call in (lower, merge, live):
+    for call in (lower, merge, merge_live):
         with pytest.raises(fxplug.SpecError, match="lowered already: .* takes the one it was made from"):
             call(lower(gm))
         with pytest.raises(fxplug.SpecError, match="takes a traced module, not Linear"):
@@ -301,7 +301,7 @@ def test_wrong_calls_are_told():
 
 @torch.no_grad()
 def test_what_a_state_dict_loads_is_not_taken_for_what_was_there():
-    merged = live(loaded(own(slots())))
+    merged = merge_live(loaded(own(slots())))
     merged.adapters.use("film")
     state, film = copy.deepcopy(merged.state_dict()), run(merged)
     merged.adapters.use("ink")
@@ -333,7 +333,7 @@ def test_a_copy_of_a_lowered_module_is_saved_with_its_own_tensors(how, tmp_path)
 def test_a_live_merge_made_in_inference_mode_is_switched_outside():
     gm = loaded(own(slots()))
     with torch.inference_mode():
-        merged = live(gm)
+        merged = merge_live(gm)
         merged.adapters.use("ink")
     merged.adapters.use("film")
     gm.adapters.use("film")

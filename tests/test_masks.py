@@ -17,8 +17,8 @@ from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
 from fxplug.training.identity import describe_samples
 from fxplug.training.random_draws import Draws
-from fxplug.training.tasks.losses import sample_losses
-from fxplug.training.tasks.task import means
+from fxplug.training.tasks.losses import compute_losses
+from fxplug.training.tasks.task import compute_means
 
 MSE = Use("mse", {})
 
@@ -39,7 +39,7 @@ def masks(top, count=4, size=(20, 24), suffix=".png"):
 def test_the_loss_of_each_place_is_multiplied_by_the_mask():
     predicted = torch.arange(8.0).reshape(1, 2, 2, 2)
     mask = torch.tensor([[1.0, 0.0], [0.5, 0.0]])[None, None]
-    got = sample_losses(predicted, torch.zeros_like(predicted), {"loss_mask": mask}, MSE)
+    got = compute_losses(predicted, torch.zeros_like(predicted), {"loss_mask": mask}, MSE)
     assert got.tolist() == [(0 + 16 + 0.5 * (4 + 36)) / 8]
 
 
@@ -48,9 +48,9 @@ def test_a_mask_is_resized_as_means_over_areas():
     mask = torch.zeros(1, 1, 4, 4)
     mask[0, 0, :2, :2] = 1.0  # all of the first place
     mask[0, 0, 3, 3] = 1.0  # a quarter of the last
-    got = sample_losses(predicted, torch.zeros_like(predicted), {"loss_mask": mask}, MSE)
+    got = compute_losses(predicted, torch.zeros_like(predicted), {"loss_mask": mask}, MSE)
     assert got.tolist() == [(1 + 16 / 4) / 4]
-    frames = sample_losses(predicted[:, :, None], torch.zeros(1, 1, 1, 2, 2), {"loss_mask": mask}, MSE)
+    frames = compute_losses(predicted[:, :, None], torch.zeros(1, 1, 1, 2, 2), {"loss_mask": mask}, MSE)
     assert frames.tolist() == got.tolist()
 
 
@@ -99,7 +99,7 @@ def _half(n, size):
 def test_a_test_has_the_masks_of_its_data():
     module, b = traced(), batch()
     task = ready(module)
-    found = [means(task.test(module, [{**b, **more}]))["loss"] for more in ({}, {"loss_mask": _half(4, 16)})]
+    found = [compute_means(task.test(module, [{**b, **more}]))["loss"] for more in ({}, {"loss_mask": _half(4, 16)})]
     assert 0 < found[1] < found[0]
 
 
@@ -113,7 +113,7 @@ def test_a_mask_of_another_shape_is_said(mask, message):
     with pytest.raises(SpecError, match=message):
         ready(module).loss(module, {**batch(), "loss_mask": mask}, Draws(0, 7))
     with pytest.raises(SpecError, match="no height and width"):
-        sample_losses(torch.ones(4, 9, 8), torch.ones(4, 9, 8), {"loss_mask": torch.ones(4, 1, 3, 3)}, MSE)
+        compute_losses(torch.ones(4, 9, 8), torch.ones(4, 9, 8), {"loss_mask": torch.ones(4, 1, 3, 3)}, MSE)
 
 
 # --- the files

@@ -30,7 +30,7 @@ from fxplug.core.errors import ArtifactError, FxplugError, SpecError
 from fxplug.core.reading import make_reporter
 from fxplug.core.writing import replace_file
 from fxplug.exports import onnx_file, onnx_writer
-from fxplug.exports.onnx_file import METADATA, is_data_of, sealed
+from fxplug.exports.onnx_file import METADATA, is_data_of, seal
 from fxplug.exports.onnx_model import OnnxModel
 
 
@@ -369,7 +369,7 @@ def changed(path, target, **facts):
     text = facts.pop("text", None) or json.dumps({**json.loads(kept[METADATA]), **facts})
     del model.metadata_props[:]
     model.metadata_props.add(key=METADATA, value=text)
-    target.write_bytes(sealed(model.SerializeToString()))
+    target.write_bytes(seal(model.SerializeToString()))
     return target
 
 
@@ -451,7 +451,7 @@ def test_onnxruntime_does_not_take_it(made, tmp_path):
     kept = next(entry.value for entry in model.metadata_props if entry.key == METADATA)
     del model.metadata_props[:]
     model.metadata_props.add(key=METADATA, value=kept)
-    (tmp_path / "odd.onnx").write_bytes(sealed(model.SerializeToString()))
+    (tmp_path / "odd.onnx").write_bytes(seal(model.SerializeToString()))
     with pytest.raises(ArtifactError, match="odd.onnx cannot be run by onnxruntime .*Nonsense"):
         fxplug.load_onnx(tmp_path / "odd.onnx")
 
@@ -566,7 +566,7 @@ def test_an_export_that_ends_in_the_middle_leaves_the_old_model(path, tmp_path, 
     def put(text):
         with replace_file(path, make_reporter(path), onnx_writer.put) as name:
             name.write_text(text)
-            name.with_name(onnx_file.data_name("wide.onnx", text * 16)).write_text(text)
+            name.with_name(onnx_file.make_data_name("wide.onnx", text * 16)).write_text(text)
 
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
@@ -603,7 +603,7 @@ def test_weights_of_the_slots_are_said_to_be_elsewhere(path, tmp_path):
         kept = next(entry.value for entry in model.metadata_props if entry.key == METADATA)
         del model.metadata_props[:]
         model.metadata_props.add(key=METADATA, value=kept)
-        (tmp_path / "other.onnx").write_bytes(sealed(model.SerializeToString()))
+        (tmp_path / "other.onnx").write_bytes(seal(model.SerializeToString()))
         with pytest.raises(ArtifactError, match="other.onnx cannot be read: .*'lora"):
             fxplug.load_onnx(tmp_path / "other.onnx")
 
@@ -611,7 +611,7 @@ def test_weights_of_the_slots_are_said_to_be_elsewhere(path, tmp_path):
 def test_the_seal_is_metadata_for_every_reader_of_onnx(made):
     data = made[1].read_bytes()
     entries = {entry.key: entry.value for entry in onnx.load_from_string(data).metadata_props}
-    assert entries["fxplug.sha256"] == hashlib.sha256(data[: -len(sealed(b""))]).hexdigest() and METADATA in entries
+    assert entries["fxplug.sha256"] == hashlib.sha256(data[: -len(seal(b""))]).hexdigest() and METADATA in entries
     assert str(Path(fxplug.__file__).parent.parent) not in data.decode("latin1")  # nothing of the machine
 
 
@@ -633,7 +633,7 @@ class Masked(nn.Module):
 def test_a_sample_that_sees_nothing_is_tried(kind, form, tmp_path, monkeypatch):
     torch.manual_seed(0)
     if form == "torch.onnx's":
-        monkeypatch.setattr(onnx_writer, "by_known_operations", lambda program: program)
+        monkeypatch.setattr(onnx_writer, "decompose", lambda program: program)
     net, x, mask = Masked(kind).eval(), torch.randn(3, 5, 8), torch.ones(3, 5, dtype=torch.bool)
     gm = fxplug.trace(net, (x, mask))
     with warnings.catch_warnings(record=True) as caught:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug.lowerings.regions.submodules import Checkpointed, outline
+from fxplug.lowerings.regions.submodules import CheckpointedRegion, outline
 from fxplug.training.distributed import set_mode
 from fxplug.training.outlined_forms import OutlinedForms
 
@@ -68,7 +68,7 @@ def test_results_and_gradients_are_those_without_checkpoints(mode):
         found = gradients(run, module, call)
         assert torch.equal(found[0], expected[0]) and len(found[1]) == 6
         assert all(torch.equal(found[1][name], grad) for name, grad in expected[1].items())
-    assert len(run.forms) == 3 and all(sum(isinstance(m, Checkpointed) for m in f.modules()) == 3 for f in run.forms)
+    assert len(run.forms) == 3 and all(sum(isinstance(m, CheckpointedRegion) for m in f.modules()) == 3 for f in run.forms)
     owned = {id(p) for p in module.parameters()}
     assert {id(p) for p in run.parameters()} == owned  # no form has weights of its own
     run.eval()

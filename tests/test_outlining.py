@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import fxplug
 from fxplug.blocks.lora import Lora
 from fxplug.core.ir.containers import list_leaves
-from fxplug.lowerings.regions.submodules import originals, outline
+from fxplug.lowerings.regions.submodules import get_originals, outline
 
 UNET = ["**.resnets.*", "**.attentions.*"]
 
@@ -204,8 +204,8 @@ def test_names_signature_and_tree():
     gm = lora(small.vit())
     made = outline(gm, ["blocks.*"])
     assert inspect.signature(made.forward) == inspect.signature(gm.forward)
-    assert set(originals(made)) == set(dict(gm.named_parameters())) | set(dict(gm.named_buffers()))
-    assert all(value is gm.get_parameter(name) for name, value in originals(made).items() if "Lora.scale" not in name)
+    assert set(get_originals(made)) == set(dict(gm.named_parameters())) | set(dict(gm.named_buffers()))
+    assert all(value is gm.get_parameter(name) for name, value in get_originals(made).items() if "Lora.scale" not in name)
     region = made.get_submodule(made.meta["regions"]["blocks.1"])
     own = [name for name, _ in region.named_parameters()]
     assert "blocks.1.attn.qkv.weight" in own and "lora.blocks.1.attn.qkv.Lora.down.weight" in own

@@ -180,20 +180,20 @@ NEW = {**OLD, "avx512_f": True, "avx512_vnni": True, "amx_tile": True, "clwb": T
     ],
 )
 def test_what_code_needs_of_a_processor(asked, made_on, native, needs, here, missing):
-    assert machines.needed(asked.split(), made_on, native) == needs
-    assert machines.missing_cpu_features(needs, here) == missing
+    assert machines.list_needed_features(asked.split(), made_on, native) == needs
+    assert machines.find_missing_features(needs, here) == missing
 
 
 def test_packages_of_earlier_versions_say_what_they_need_in_words_of_aotinductor():
-    assert machines.missing_cpu_features(["AVX512", "AVX512_VNNI", "AMX_TILE"], NEW) == []
-    assert machines.missing_cpu_features(["AVX512", "AVX512_VNNI", "AMX_TILE"], {**NEW, "amx_tile": False}) == ["AMX_TILE"]
-    assert machines.missing_cpu_features(["INVALID_VEC_ISA"], OLD) == []
+    assert machines.find_missing_features(["AVX512", "AVX512_VNNI", "AMX_TILE"], NEW) == []
+    assert machines.find_missing_features(["AVX512", "AVX512_VNNI", "AMX_TILE"], {**NEW, "amx_tile": False}) == ["AMX_TILE"]
+    assert machines.find_missing_features(["INVALID_VEC_ISA"], OLD) == []
 
 
 @pytest.mark.slow
 def test_a_package_runs_where_it_was_made(pair):
     _, package = pair
-    assert machines.missing_cpu_features(package.manifest["features"], machines.capabilities()) == []
+    assert machines.find_missing_features(package.manifest["features"], machines.list_capabilities()) == []
 
 
 @pytest.mark.slow

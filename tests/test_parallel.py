@@ -24,11 +24,11 @@ from fxplug.parallel.planning.streams import OperationRefused
 from fxplug.parallel.planning.trials import ShardTrials
 from fxplug.parallel.runtime import layouts
 from fxplug.parallel.runtime.attention import Attention
-from fxplug.parallel.runtime.collectives import AllReduce, Gather, GlobalSize, Split, traffic
+from fxplug.parallel.runtime.collectives import AllReduce, Gather, GlobalSize, Split, record_traffic
 from fxplug.parallel.runtime.halos import Cut, Extent, Fetch
-from fxplug.parallel.runtime.mesh import all_degrees
+from fxplug.parallel.runtime.mesh import fill_degrees
 from fxplug.parallel.runtime.norm_statistics import Norm
-from fxplug.parallel.runtime.pretended import pretended
+from fxplug.parallel.runtime.pretended import run_simulated
 
 CLOSE = 1e-6
 CASES = {case.name: case for case in zoo.cases("diffusers/")}
@@ -42,7 +42,7 @@ def test_parts_are_even_within_one_and_cover_the_whole(world):
     for size in range(1, 40):
         lengths = [layouts.count(size, rank, world) for rank in range(world)]
         assert sum(lengths) == size and max(lengths) - min(lengths) <= 1
-        found = torch.cat([layouts.positions([size, 7], [rank], world) for rank in range(world)])
+        found = torch.cat([layouts.list_positions([size, 7], [rank], world) for rank in range(world)])
         assert sorted(found.tolist()) == list(range(size + 7))
 
 
@@ -50,7 +50,7 @@ def test_parts_are_even_within_one_and_cover_the_whole(world):
 @pytest.mark.parametrize("sizes", [[8], [7], [4, 9], [5, 4, 6]])
 @pytest.mark.parametrize("outer", [1, 2])
 def test_what_is_split_and_gathered_is_what_it_was(sizes, inner, outer):
-    ways = all_degrees({"ulysses": 4})
+    ways = fill_degrees({"ulysses": 4})
     x = torch.randn(3, outer * sum(sizes) * inner, 2, requires_grad=True)
     split, gather, whole = (kind(ways, "sequence", 1) for kind in (Split, Gather, GlobalSize))
     split.inner = gather.inner = inner
@@ -62,7 +62,7 @@ def test_what_is_split_and_gathered_is_what_it_was(sizes, inner, outer):
         (gradient,) = torch.autograd.grad((again * weights).sum(), x)
         return part.shape[1], again, whole(part, *sizes), gradient
 
-    found = pretended(ways, run)
+    found = run_simulated(ways, run)
     assert sum(length for length, *_ in found) == x.shape[1]
     assert all(torch.equal(again, x) and size == x.shape[1] for _, again, size, _ in found)
     torch.testing.assert_close(sum(gradient for *_, gradient in found) / 4, weights)
@@ -81,7 +81,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 @sweep("ways", WAYS, 0, 2, ids=str)
 def test_attention_of_parts_and_its_gradients(ways, mask):
-    ways = all_degrees(ways)
+    ways = fill_degrees(ways)
     torch.manual_seed(0)
     for sizes, (heads, held) in itertools.product(([12], [5, 8]), ((4, 4), (4, 2), (5, 5), (1, 1))):
         n = sum(sizes)
@@ -98,7 +98,7 @@ def test_attention_of_parts_and_its_gradients(ways, mask):
             out = gather(attention(*(split(t, *sizes) for t in given), bias, None, *sizes, *sizes), *sizes)
             return out, torch.autograd.grad((out * weights).sum(), given)
 
-        found = pretended(ways, run)
+        found = run_simulated(ways, run)
         for out, _ in found:
             torch.testing.assert_close(out, one, rtol=1e-5, atol=1e-5)
         for index, gradient in enumerate(wanted):  # the mean over the processes
@@ -128,15 +128,15 @@ def test_a_ring_of_three(name):
     one = F.scaled_dot_product_attention(*high, attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.double())
     weights = torch.randn_like(one)
     want = torch.autograd.grad((one * weights).sum(), [*high, *leaves[3:]])
-    split, gather = (kind(all_degrees({"ring": 3}), "sequence", 2) for kind in (Split, Gather))
-    attention = Attention(all_degrees({"ring": 3}))
+    split, gather = (kind(fill_degrees({"ring": 3}), "sequence", 2) for kind in (Split, Gather))
+    attention = Attention(fill_degrees({"ring": 3}))
 
     def run(rank):
         out = gather(attention(*(split(t, n) for t in given), mask, None, n, n), n)
         return out, torch.autograd.grad((out * weights).sum(), leaves)
 
     close = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2}[dtype]
-    found = pretended(all_degrees({"ring": 3}), run)
+    found = run_simulated(fill_degrees({"ring": 3}), run)
     for out, _ in found:
         assert out.dtype == dtype and torch.allclose(out.double(), one.nan_to_num(), rtol=close, atol=close)
     for index, gradient in enumerate(want):
@@ -145,10 +145,10 @@ def test_a_ring_of_three(name):
 
 
 def test_sums_and_their_gradients():
-    ways = all_degrees({"ulysses": 2})
+    ways = fill_degrees({"ulysses": 2})
     x = torch.randn(4, 3, requires_grad=True)
     total = AllReduce(ways, "sequence")
-    for out, (gradient,) in pretended(ways, lambda rank: ((y := total(x * (rank + 1))), torch.autograd.grad(y.sum(), x))):
+    for out, (gradient,) in run_simulated(ways, lambda rank: ((y := total(x * (rank + 1))), torch.autograd.grad(y.sum(), x))):
         torch.testing.assert_close(out, 3 * x)
         assert gradient.shape == x.shape
 
@@ -172,7 +172,7 @@ def test_the_mean_over_processes_is_the_gradient_of_inputs_and_of_parameters(how
 
     wanted = gradients(model, ends)
     names = [name for name, _ in model.named_parameters()]
-    found = pretended(plan.ways, lambda rank: gradients(new, [dict(new.named_parameters())[name] for name in names]))
+    found = run_simulated(plan.ways, lambda rank: gradients(new, [dict(new.named_parameters())[name] for name in names]))
     for index, gradient in enumerate(wanted):
         mean = sum(each[index] for each in found) / len(found)
         torch.testing.assert_close(mean, gradient, rtol=1e-4, atol=1e-5, msg=["input", *names][index])
@@ -337,7 +337,7 @@ def test_collectives_are_nodes_of_a_pass_that_is_saved(ways, name, tmp_path):
     assert [n.format_node() for n in again.graph.nodes] == [n.format_node() for n in new.graph.nodes]
     given = own_inputs(3, 12, 8)
     want = gm(*given)
-    for out in pretended(plan.ways, lambda rank: again(*given)):
+    for out in run_simulated(plan.ways, lambda rank: again(*given)):
         assert measure_distance(want, out) < CLOSE
 
 
@@ -368,7 +368,7 @@ def process(rank, folder):
     gm = own("sdpa")
     plan = fxplug.parallel_plan(gm, own_inputs(), check=False, batch=2, ulysses=2)
     new = fxplug.parallelize(gm, plan)
-    with torch.no_grad(), traffic() as sent:
+    with torch.no_grad(), record_traffic() as sent:
         out = new(*own_inputs())
     assert sum(sent) == plan.bytes(rank) > 0 and measure_distance(gm(*own_inputs()), out) < CLOSE
     new = fxplug.load(folder)  # saved by one process, with no rank in it
@@ -453,7 +453,7 @@ def test_random_numbers_are_the_first_process_s(training, attend, ways):
     written = plan.written.train()
     drawn = [n for n in written.graph.nodes if (m := n.meta.get("pass")) and m["block"] == "Broadcast"]
     assert len(drawn) == 2 + (attend == "hidden") and "it draws random numbers" in str(plan.stages[0].modes[True].why)
-    outs = pretended(plan.ways, lambda rank: written(*inputs))
+    outs = run_simulated(plan.ways, lambda rank: written(*inputs))
     assert torch.equal(outs[0], outs[1])
 
 
@@ -574,7 +574,7 @@ def test_what_is_called_otherwise_than_planned_is_told():
         fxplug.parallel_plan(new, inputs, ulysses=2)
     few = own_inputs(1, 2, 2)
     with pytest.raises(fxplug.GuardError, match=r"1 tokens .dimension 2 of \(1, 24, 1\). cannot be split over 2 processes"):
-        pretended(plan.ways, lambda rank: new(*few))
+        run_simulated(plan.ways, lambda rank: new(*few))
 
 
 def test_fewer_samples_than_processes_are_computed_whole():
@@ -590,13 +590,13 @@ def test_fewer_samples_than_processes_are_computed_whole():
         return out, torch.autograd.grad(out.square().sum(), given)
 
     with pytest.warns(UserWarning, match="1 samples are fewer than the 2 processes along 'batch': each computes all of them"):
-        found = pretended(plan.ways, run)
+        found = run_simulated(plan.ways, run)
     for out, gradients in found:
         assert torch.equal(out, one) and all(map(torch.equal, gradients, wanted))
     both = fxplug.parallel_plan(gm, own_inputs(), batch=2, ulysses=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for out in pretended(both.ways, lambda rank: both.written(x, step)):
+        for out in run_simulated(both.ways, lambda rank: both.written(x, step)):
             assert measure_distance(gm(x, step), out) < CLOSE
 
 
@@ -604,7 +604,7 @@ def test_fewer_samples_than_processes_are_refused_where_one_draws_for_all():
     model = small.Call(lambda x, layer: F.dropout(layer(x), 0.5, True), nn.Linear(3, 3))
     plan = fxplug.parallel_plan(fxplug.trace(model, torch.randn(4, 3)), torch.randn(4, 3), batch=2, check=False)
     with pytest.raises(fxplug.GuardError, match=r"1 samples .dimension 0 of \(1, 3\). cannot be split over 2 processes"):
-        pretended(plan.ways, lambda rank: plan.written(torch.ones(1, 3)))
+        run_simulated(plan.ways, lambda rank: plan.written(torch.ones(1, 3)))
 
 
 def test_attention_is_tried_on_as_many_values_as_keys():

@@ -24,11 +24,11 @@ from fxplug.__main__ import app
 from fxplug.core.cli.pages import SMALL
 from fxplug.core.spec.pass_file import list_shipped, open_pass
 from fxplug.parallel import processes as cli_processes
-from fxplug.parallel.comparison import check_pretended, degrees_of, pretending
+from fxplug.parallel.comparison import check_pretended, get_degrees, simulate_rank
 from fxplug.parallel.plan_options import STEP_KEYS, WAYS, PlanOptions
 from fxplug.parallel.runtime.attention import Attention
-from fxplug.parallel.runtime.pretended import placed
-from fxplug.parallel.stage import single_process_position
+from fxplug.parallel.runtime.pretended import make_position
+from fxplug.parallel.stage import make_single_position
 
 CLOSE = 1e-5
 MODEL = """\
@@ -75,8 +75,8 @@ def test_parallel_passes_are_one_plan_after_all_others():
     assert all(checks[n].status == "ok" for n in ("lint", "base", "shapes", "saved", "one graph", "parallel")), done.report
     assert re.search(r"4 simulated .* by \S+e-\d+, and one from the module before by 0.0e\+00", checks["parallel"].detail)
     again = fxplug.load("out")
-    assert degrees_of(again) == degrees_of(done.module) and check_pretended(again, *done.inputs) < CLOSE
-    with pretending(single_process_position()):
+    assert get_degrees(again) == get_degrees(done.module) and check_pretended(again, *done.inputs) < CLOSE
+    with simulate_rank(make_single_position()):
         assert torch.equal(again(*done.inputs[0], **done.inputs[1]), done.base(*done.inputs[0], **done.inputs[1]))
     text = run("sites", "c.yaml")
     assert "batch 2 x ulysses 2" in text and "lora: 2 sites" in text and "2 Attention" in text
@@ -275,7 +275,7 @@ def test_the_fastest_plan_is_the_one_that_is_predicted_to_be(monkeypatch):
     text = str(plan)
     assert "at 10 GB/s and 30 us a call, 0.001 TFLOP/s a device" in text and all(row.method in text for row in rows)
     new = fxplug.parallelize(base.gm, plan)
-    with pretending(placed(plan.ways, 0)):
+    with simulate_rank(make_position(plan.ways, 0)):
         new(*base.args, **base.kwargs)
 
     def refuse(gm, args, kwargs, **given):

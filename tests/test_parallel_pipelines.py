@@ -19,7 +19,7 @@ from torch import nn
 
 import fxplug
 from fxplug import Every, StepCache
-from fxplug.parallel.runtime.pretended import pretended
+from fxplug.parallel.runtime.pretended import run_simulated
 
 CLOSE = 1e-5  # of the largest value of a picture
 NAMES = tuple(PIPELINES)
@@ -52,7 +52,7 @@ def parallel(name, **ways):
 
 def drawn(plan, found, model, **more):
     """The picture of every pretended process."""
-    return pretended(plan.ways, lambda rank: found.with_transformer(model)(**more))
+    return run_simulated(plan.ways, lambda rank: found.with_transformer(model)(**more))
 
 
 TOGETHER = "guidance 2 x ulysses 2"
@@ -91,7 +91,7 @@ def decoder_in_rows(found, number):
 @sweep("name", [name for name in NAMES if name != "cogvideox"], "sd3")  # cogvideox gives latents
 def test_the_decoder_is_split_by_rows(name):
     new, plan = decoder_in_rows(case(name)[0], 3)
-    for found in pretended(plan.ways, lambda rank: new.with_transformer(new.pipe.transformer)()):
+    for found in run_simulated(plan.ways, lambda rank: new.with_transformer(new.pipe.transformer)()):
         assert off(picture(name), found) < CLOSE
 
 
@@ -214,7 +214,7 @@ def test_a_step_cache_takes_the_place_of_the_model():
     assert off(picture("pixart"), want) > 1e-5  # steps were left out
     plan = fxplug.parallel_plan(marked, args, kwargs, ulysses=2)
     new = fxplug.parallelize(marked, plan)
-    for each in pretended(plan.ways, lambda rank: found.with_transformer(StepCache(new, Every(2)))()):
+    for each in run_simulated(plan.ways, lambda rank: found.with_transformer(StepCache(new, Every(2)))()):
         assert off(want, each) < CLOSE
 
 
@@ -253,7 +253,7 @@ def test_a_unet_with_its_controlnet(ways):
         plan = fxplug.parallel_plan(new, base.args, {**base.kwargs, "cond": cond}, **ways)
         par = fxplug.parallelize(new, plan)
         assert off(want, drawn(fxplug.apply(base.gm, fxplug.load_pass("controlnet")))) > 1e-4
-        for each in pretended(plan.ways, lambda rank: drawn(par)):
+        for each in run_simulated(plan.ways, lambda rank: drawn(par)):
             assert off(want, each) < CLOSE
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from itertools import pairwise
 
 import fuzz_rows
 import processes
@@ -20,11 +21,11 @@ import fxplug
 from fxplug.core.ir.comparison import measure_distance
 from fxplug.core.ir.containers import list_leaves
 from fxplug.parallel.runtime import layouts
-from fxplug.parallel.runtime.collectives import Split, traffic
+from fxplug.parallel.runtime.collectives import Split, record_traffic
 from fxplug.parallel.runtime.halos import Fetch, Reach
-from fxplug.parallel.runtime.mesh import all_degrees
+from fxplug.parallel.runtime.mesh import fill_degrees
 from fxplug.parallel.runtime.norm_statistics import Norm
-from fxplug.parallel.runtime.pretended import pretended
+from fxplug.parallel.runtime.pretended import run_simulated
 
 CLOSE = 1e-6
 CASES = {case.name: case for case in zoo.cases("diffusers/")}
@@ -63,7 +64,7 @@ def same_as_one(model, plan, x, close=CLOSE):
         out = plan.written(mine[0])
         return out, torch.autograd.grad((out * weights).sum(), mine, allow_unused=True)
 
-    found = pretended(plan.ways, run)
+    found = run_simulated(plan.ways, run)
     for out, _ in found:
         assert measure_distance(one, out) < close
     most = max(float(w.abs().max()) for w in wanted if w is not None)
@@ -176,7 +177,7 @@ def test_the_mean_of_parts_that_differ_is_that_of_all():
 
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_rows_that_are_fetched_from_wherever_they_are(world):
-    ways = all_degrees({"rows": world})
+    ways = fill_degrees({"rows": world})
     pick = random.Random(world)
     for _ in range(25):
         reach = Reach(pick.randint(1, 3), pick.randint(1, 2), pick.randint(0, 6), pick.randint(-1, 6), pick.randint(1, 8))
@@ -189,17 +190,18 @@ def test_rows_that_are_fetched_from_wherever_they_are(world):
         split, fetch = Split(ways, "rows", 1, inner), Fetch(ways, "rows", 1, inner, 1, reach.numbers())
 
         def run(rank, reach=reach, x=x, total=total, weights=weights, split=split, fetch=fetch, tokens=tokens):
-            first, last = layouts.start(total, rank, world), layouts.start(total, rank + 1, world)
+            first, last = layouts.find_start(total, rank, world), layouts.find_start(total, rank + 1, world)
             begin, end = reach.window(first, last, x.shape[1])
-            with traffic() as sent:
+            with record_traffic() as sent:
                 got = fetch(split(x, tokens), tokens, total)
             assert torch.equal(got, x[:, begin:end])
             return sum(sent), end - begin, torch.autograd.grad((got * weights[:, begin:end]).sum(), x)[0], (begin, end)
 
-        found = pretended(ways, run)
+        found = run_simulated(ways, run)
         want = sum(torch.zeros_like(x).index_add(1, torch.arange(*w), weights[:, slice(*w)]) for *_, w in found)
         torch.testing.assert_close(sum(gradient for _, _, gradient, _ in found), want)
-        own = [(layouts.start(tokens, r, world) * inner, layouts.start(tokens, r + 1, world) * inner) for r in range(world)]
+        starts = [layouts.find_start(tokens, r, world) * inner for r in range(world + 1)]
+        own = list(pairwise(starts))
         foreign = sum(len(set(range(*w)) - set(range(*mine))) for (*_, w), mine in zip(found, own, strict=True))
         assert sum(sent for sent, *_ in found) == foreign * 2 * 3 * 4  # what a process has is not sent
 
@@ -207,13 +209,13 @@ def test_rows_that_are_fetched_from_wherever_they_are(world):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_statistics_of_parts_far_from_zero(dtype):
     torch.manual_seed(0)
-    ways = all_degrees({"rows": 3})
+    ways = fill_degrees({"rows": 3})
     x = (torch.randn(2, 6, 7, 5) * 2 + torch.linspace(900, 1100, 7)[:, None]).to(dtype)
     weight, bias = torch.randn(6), torch.randn(6)
     exact = F.group_norm(x.double(), 3, weight.double(), bias.double())
     native = float((F.group_norm(x, 3, weight.to(dtype), bias.to(dtype)).double() - exact).abs().max())
     norm, split = Norm(ways, "rows", 3, 1e-5), Split(ways, "rows", 2)
-    parts = pretended(ways, lambda rank: norm(split(x, 7), weight.to(dtype), bias.to(dtype), 7))
+    parts = run_simulated(ways, lambda rank: norm(split(x, 7), weight.to(dtype), bias.to(dtype), 7))
     assert parts[0].dtype == dtype
     assert float((torch.cat(parts, 2).double() - exact).abs().max()) < 2 * native + 1e-5
 
@@ -247,7 +249,7 @@ def test_a_vae_in_uneven_rows_with_its_gradients(part, shape):
     for size in ((1, shape[1], 12, shape[3]), (2, shape[1], 2 * shape[2], shape[3])):  # another height than planned, and batch
         if part == "decoder" or size[2] % 2 == shape[2] % 2:
             x = torch.randn(size)
-            for out in pretended(plan.ways, lambda rank, x=x: plan.written(x)):
+            for out in run_simulated(plan.ways, lambda rank, x=x: plan.written(x)):
                 assert measure_distance(model(x), out) < 2e-6
 
 
@@ -258,11 +260,11 @@ def test_rows_that_cannot_be_split_are_told():
         fxplug.parallel_plan(gm, (torch.randn(1, 3, 8, 8),), rows=5)
     plan = fxplug.parallel_plan(gm, (torch.randn(1, 3, 8, 8),), rows=4)
     with pytest.raises(fxplug.GuardError, match=r"dimension 2 of \(1, 3, 9, 8\) must be 4 times 2, as in the plan"):
-        pretended(plan.ways, lambda rank: plan.written(torch.ones(1, 3, 9, 8)))
+        run_simulated(plan.ways, lambda rank: plan.written(torch.ones(1, 3, 9, 8)))
     with pytest.raises(fxplug.GuardError, match="3 tokens .* cannot be split over 4 processes"):
-        pretended(plan.ways, lambda rank: plan.written(torch.ones(1, 3, 6, 8)))
+        run_simulated(plan.ways, lambda rank: plan.written(torch.ones(1, 3, 6, 8)))
     with pytest.raises(fxplug.GuardError, match=r"the dimensions of \(1, 3, 8, 6\) behind dimension 2 must be \[8\], as"):
-        pretended(plan.ways, lambda rank: plan.written(torch.ones(1, 3, 8, 6)))
+        run_simulated(plan.ways, lambda rank: plan.written(torch.ones(1, 3, 8, 6)))
     with pytest.raises(fxplug.SpecError, match="no node 'sampel' .did you mean 'sample'"):
         fxplug.parallel_plan(gm, (torch.randn(1, 3, 8, 8),), rows=2, split={"sampel": 2})
     with pytest.raises(fxplug.SpecError, match="'sample' has no dimension 7"):
@@ -308,7 +310,7 @@ def test_a_model_in_rows_is_saved_without_a_rank(tmp_path):
     fxplug.save(new, tmp_path / "saved")
     again = fxplug.load(tmp_path / "saved")
     assert [n.format_node() for n in again.graph.nodes] == [n.format_node() for n in new.graph.nodes]
-    for out in pretended(plan.ways, lambda rank: again(x)):
+    for out in run_simulated(plan.ways, lambda rank: again(x)):
         assert measure_distance(gm(x), out) < 2e-6
 
 
@@ -322,7 +324,7 @@ def process(rank):
     gm = fxplug.trace(model, (x,)).eval()
     plan = fxplug.parallel_plan(gm, (x,), rows=2, check=False)
     new = fxplug.parallelize(gm, plan)
-    with torch.no_grad(), traffic() as sent:
+    with torch.no_grad(), record_traffic() as sent:
         out = new(x)
     assert sum(sent) == plan.bytes(rank) > 0
     assert all(measure_distance(a, b) < 2e-6 for a, b in zip(list_leaves(model(x)), list_leaves(out), strict=True))
@@ -378,7 +380,7 @@ def test_at_other_heights_rows_are_right_or_refused_by_all(kind):
             except fxplug.GuardError:
                 refused.append(rank)
 
-        found = pretended(plan.ways, run)
+        found = run_simulated(plan.ways, run)
         if refused:
             assert kind in SOME and height % 8 and sorted(refused) == [0, 1]
         else:

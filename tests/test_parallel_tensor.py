@@ -18,8 +18,8 @@ import fxplug
 from fxplug.core.ir.comparison import measure_distance
 from fxplug.core.ir.containers import list_leaves
 from fxplug.parallel.planning.trials import ShardTrials
-from fxplug.parallel.runtime.mesh import all_degrees
-from fxplug.parallel.runtime.pretended import pretended
+from fxplug.parallel.runtime.mesh import fill_degrees
+from fxplug.parallel.runtime.pretended import run_simulated
 from fxplug.parallel.runtime.shares import AllReduceMean, Count, Once, Part
 
 CLOSE = 1e-6
@@ -31,7 +31,7 @@ WIDTH, HEADS = 24, 4
 
 
 def test_parts_of_weights_are_the_same_kept_or_taken():
-    ways = all_degrees({"tensor": 3})
+    ways = fill_degrees({"tensor": 3})
     weight = torch.randn(2 * (5 + 4) * 3, 6, requires_grad=True)
     part = Part(ways, "tensor", 0, 3, 2)
     given = torch.randn(weight.shape)
@@ -44,7 +44,7 @@ def test_parts_of_weights_are_the_same_kept_or_taken():
             part(weight[:7], 5, 4)
         return taken, part(kept, 5, 4), grown, torch.autograd.grad((taken * part(given, 5, 4)).sum(), weight)[0]
 
-    found = pretended(ways, run)
+    found = run_simulated(ways, run)
     assert sum(len(taken) for taken, *_ in found) == len(weight)
     for taken, kept, grown, _ in found:
         assert torch.equal(taken, kept) and torch.equal(grown, torch.ones_like(grown))
@@ -52,7 +52,7 @@ def test_parts_of_weights_are_the_same_kept_or_taken():
 
 
 def test_what_one_adds_means_and_numbers():
-    ways = all_degrees({"tensor": 3})
+    ways = fill_degrees({"tensor": 3})
     x = torch.randn(4, 7)
 
     def run(rank):
@@ -61,7 +61,7 @@ def test_what_one_adds_means_and_numbers():
         mean = AllReduceMean(ways, "tensor")(part.mean(1), 7)
         return Once(ways, "tensor")(x), mean, Count(ways, "tensor")(21, 7), part.shape[1]
 
-    found = pretended(ways, run)
+    found = run_simulated(ways, run)
     torch.testing.assert_close(sum(once for once, *_ in found), x)
     for _, mean, count, length in found:
         torch.testing.assert_close(mean, x.mean(1))
@@ -184,7 +184,7 @@ def test_heads_and_features_in_parts(name):
     new = fxplug.parallelize(gm, plan)
     given = inputs(3, 14)
     want = gm(*given)
-    for out in pretended(plan.ways, lambda rank: new(*given)):
+    for out in run_simulated(plan.ways, lambda rank: new(*given)):
         assert measure_distance(want, out) < CLOSE
 
 
@@ -236,7 +236,7 @@ def test_gradients_are_those_of_one_process(name):
     def run(rank):
         return torch.autograd.grad(new(*inputs()).square().mean(), params)
 
-    many = pretended(plan.ways, run)
+    many = run_simulated(plan.ways, run)
     for index, want in enumerate(one):
         torch.testing.assert_close(sum(row[index] for row in many) / 3, want, rtol=1e-4, atol=1e-7)
 

@@ -17,7 +17,7 @@ from torch import nn
 import fxplug
 from fxplug.parallel.comparison import check_pretended
 from fxplug.parallel.runtime.attention import Attention
-from fxplug.parallel.runtime.pretended import pretended
+from fxplug.parallel.runtime.pretended import run_simulated
 
 WAYS = [{"ulysses": 2}, {"ring": 2}, {"batch": 2}]
 
@@ -55,7 +55,7 @@ def same_gradients(gm, new, plan):
     """The mean over pretended processes of each parameter's gradients is that of one process."""
     weights = list(gm.parameters())
     want = torch.autograd.grad(gm(x()).square().sum(), weights)
-    found = pretended(plan.ways, lambda rank: torch.autograd.grad(new(x()).square().sum(), weights))
+    found = run_simulated(plan.ways, lambda rank: torch.autograd.grad(new(x()).square().sum(), weights))
     for index, gradient in enumerate(want):
         torch.testing.assert_close(sum(g[index] for g in found) / 2, gradient, rtol=1e-4, atol=1e-5)
 
@@ -72,7 +72,7 @@ def test_a_bias_in_half_precision_is_added_by_one_process(device):
     plan = fxplug.parallel_plan(planned, example.to(device), tensor=2, check=False)
     new = fxplug.parallelize(gm, plan)
     with torch.no_grad():
-        for found in pretended(plan.ways, lambda rank: new(example)):
+        for found in run_simulated(plan.ways, lambda rank: new(example)):
             torch.testing.assert_close(found, gm(example), rtol=2e-2, atol=2e-2)
 
 
@@ -151,7 +151,7 @@ def test_a_plan_made_under_autocast(ways):
     with torch.autocast("cpu", torch.bfloat16):
         plan, new = parallel(traced(Tokens, x()), x(), **ways)
         assert plan.away < 2e-2 and new.graph is not None
-        assert all(out.dtype == torch.bfloat16 for out in pretended(plan.ways, lambda rank: new(x())))
+        assert all(out.dtype == torch.bfloat16 for out in run_simulated(plan.ways, lambda rank: new(x())))
 
 
 # --- training and evaluation
@@ -173,7 +173,7 @@ def test_layers_that_do_other_things_in_training(name, ways, training):
     plan, new = parallel(gm, x(), **ways)
     assert len(new.graphs) == 1 + (name != "none") and plan.check() < 1e-5
     if name in ("dropout", "channels", "alpha", "rrelu"):
-        outs = pretended(plan.ways, lambda rank: new.train()(x()))
+        outs = run_simulated(plan.ways, lambda rank: new.train()(x()))
         assert torch.equal(outs[0], outs[1])
         return
     for mode in (True, False):
@@ -209,7 +209,7 @@ def test_dropout_in_place(read, ways):
             fxplug.parallel_plan(gm, x(), **ways)
         return
     plan, new = parallel(gm, x(), **ways)
-    outs = pretended(plan.ways, lambda rank: new(x()))
+    outs = run_simulated(plan.ways, lambda rank: new(x()))
     assert torch.equal(outs[0], outs[1])
 
 
@@ -224,7 +224,7 @@ DROPPED = {
 @pytest.mark.parametrize("name", DROPPED)
 def test_what_is_dropped_is_everybodys(name, ways):
     plan, new = parallel(traced(lambda: Tokens(DROPPED[name]()), x(), training=True), x(), **ways)
-    outs = pretended(plan.ways, lambda rank: new(x()))
+    outs = run_simulated(plan.ways, lambda rank: new(x()))
     assert plan.away < 1e-6 and plan.share > 0.99 and all(torch.equal(outs[0], out) for out in outs)
 
 

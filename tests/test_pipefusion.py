@@ -22,9 +22,9 @@ from fxplug.core.ir.containers import list_leaves
 from fxplug.core.torch_internals import modules as pytree
 from fxplug.parallel.pipelines.deferred import DeferredTensor
 from fxplug.parallel.pipelines.entry import distances
-from fxplug.parallel.pipelines.links import Links, links_of
-from fxplug.parallel.runtime.mesh import all_degrees
-from fxplug.parallel.runtime.pretended import PRETENDED, pretended
+from fxplug.parallel.pipelines.links import Links, make_links
+from fxplug.parallel.runtime.mesh import fill_degrees
+from fxplug.parallel.runtime.pretended import PRETENDED, run_simulated
 
 CLOSE = 1e-6
 
@@ -401,7 +401,7 @@ def test_pretended_processes_give_what_one_gives(make, count):
         mine = one.with_options(links=links())
         return image(mine), image(mine, height=12)
 
-    for got in pretended({"stages": count, **all_degrees({})}, run):
+    for got in run_simulated({"stages": count, **fill_degrees({})}, run):
         for (a, x), (b, y) in zip(want, got, strict=True):
             assert equal(a, b) and torch.equal(x, y)
 
@@ -425,7 +425,7 @@ def test_steps_do_not_wait_for_the_last_patch():
             mine(x, torch.full_like(time, 100.0))
         return first, again, whole(x)
 
-    (first, again, x), (_, _, y) = pretended({"stages": 2, **all_degrees({})}, run)
+    (first, again, x), (_, _, y) = run_simulated({"stages": 2, **fill_degrees({})}, run)
     assert first == "" and again.startswith("'std'") and torch.equal(x, y)
 
 
@@ -503,7 +503,7 @@ def test_an_unchanged_pipeline_steps_patch_by_patch(name):
         assert needed and all("convolution" in why for why in needed)  # the decoder, and nothing before it
         return found
 
-    for got in pretended({"stages": 2, **all_degrees({})}, run):
+    for got in run_simulated({"stages": 2, **fill_degrees({})}, run):
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[0])
 
 
@@ -523,9 +523,9 @@ def test_a_scheduler_that_looks_at_all_of_a_step_is_refused():
 
         if overlap:
             with pytest.raises(fxplug.SpecError, match=r"patch by patch: '.*' \(.*scheduling_ddim.py:\d+\) needs the whole"):
-                pretended({"stages": 2, **all_degrees({})}, run)
+                run_simulated({"stages": 2, **fill_degrees({})}, run)
         else:
-            assert all(torch.equal(got, want) for got in pretended({"stages": 2, **all_degrees({})}, run))
+            assert all(torch.equal(got, want) for got in run_simulated({"stages": 2, **fill_degrees({})}, run))
 
 
 # --- a step late, without stages
@@ -552,7 +552,7 @@ def test_guidance_over_processes_and_stages_or_a_step_late(late):
     def run(rank):
         return image(one.with_options(links=links()))
 
-    for got, x in pretended({**all_degrees({"batch": 2}), "stages": 2}, run):
+    for got, x in run_simulated({**fill_degrees({"batch": 2}), "stages": 2}, run):
         assert all(measure_distance(a, b) < CLOSE for a, b in zip(want, got, strict=True))
         assert measure_distance(last, x) < 10 * CLOSE
 
@@ -568,7 +568,7 @@ def process(rank, folder):
     late = fxplug.stale_sequence(own(), inputs(), ways=2, check=False)
     torch.save([image(late), image(late)], f"{folder}/late{rank}.pt")
     with pytest.raises(fxplug.SpecError, match="3 stages need 3 processes, and there are 2"):
-        links_of(3, {"batch": 1})
+        make_links(3, {"batch": 1})
     bank = fxplug.apply(own(), fxplug.load_pass("lora", at="head", rank=2, slots=1))
     bank.adapters.load("ink", {"head.lora_A.weight": torch.ones(2, 24), "head.lora_B.weight": torch.ones(16, 2)})
     waiting = fxplug.pipefusion(bank, inputs(), stages=2, patches=3, overlap=False, check=False)

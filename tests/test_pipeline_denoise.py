@@ -18,7 +18,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 import fxplug
 from fxplug.core.errors import FxplugError, SpecError
 from fxplug.core.spec.train_section import Use
-from fxplug.pipelines.denoiser_call import denoiser_call, example_call
+from fxplug.pipelines.denoiser_call import example_call, make_denoiser_call
 from fxplug.pipelines.observation import observe
 from fxplug.training.adapter_output import prove_adapter
 from fxplug.training.random_draws import Draws, RunDraws
@@ -468,7 +468,7 @@ def test_a_size_that_latents_do_not_divide_says_of_what_it_must_be_a_multiple(na
 def test_a_denoiser_of_a_batch_keeps_its_sentences():
     pipe = tiny.make("flux")
     seen = observe(pipe, {"height": SIZE[0], "width": SIZE[1]})
-    call = denoiser_call(pipe, seen, torch.device("cpu"))
+    call = make_denoiser_call(pipe, seen, torch.device("cpu"))
     with pytest.raises(SpecError, match="output of FluxPipeline"):
         call.predictions(torch.zeros(2, 3, 3), 2)
 

@@ -113,7 +113,7 @@ def test_the_saved_configuration_is_read_again_and_has_the_call(pipes, tmp_path)
     assert kept["inputs"]["return_dict"] == {"value": False}
     assert resolve(load_config(kept, base=base)) == {**kept, "data": load_config(kept, base=base).data.model_dump()}
     module = fxplug.load(tmp_path / "out")
-    args, kwargs = fxplug.core.flow.saved_inputs(tmp_path / "out", module)
+    args, kwargs = fxplug.core.flow.make_saved_inputs(tmp_path / "out", module)
     assert module(*args, **kwargs)[0].shape == (2, 16, 16)
 
 

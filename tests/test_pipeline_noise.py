@@ -11,7 +11,7 @@ from torch import nn
 from fxplug.core.errors import SpecError
 from fxplug.pipelines.observation import observe
 from fxplug.training.tasks.pipeline_denoise import PipelineDenoise
-from fxplug.training.tasks.pipeline_noise import check_scheduler, open_scheduler, shares, steps_of_part
+from fxplug.training.tasks.pipeline_noise import check_scheduler, list_part_steps, open_scheduler, shares
 from fxplug.training.tasks.task import TaskInfo
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # numpy's, of some schedulers
@@ -98,7 +98,7 @@ def test_one_of_two_denoisers_is_trained_at_its_own_times():
     for part in ("transformer", "transformer_2"):
         seen = observe(pipe, {"height": SIZE[0], "width": SIZE[1], "num_frames": 1}, part)
         noise = open_scheduler(pipe.scheduler)
-        found[part] = noise.time(steps_of_part(noise, pipe, seen))
+        found[part] = noise.time(list_part_steps(noise, pipe, seen))
     assert found["transformer"].min() >= 870 and found["transformer_2"].max() <= 880
     assert len(found["transformer"]) + len(found["transformer_2"]) == pytest.approx(1000, abs=10)
 

@@ -19,7 +19,7 @@ from fxplug.core.spec.run_config import check_settings
 from fxplug.core.spec.train_section import Data
 from fxplug.training.data import image_sources
 from fxplug.training.data.image_files import Crop, Unreadable
-from fxplug.training.data.image_sources import ImageFile, PlacedImage, crop_origin
+from fxplug.training.data.image_sources import ImageFile, PlacedImage, find_crop_origin
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
 from fxplug.training.plugins import Plugins
@@ -66,7 +66,7 @@ BY_HAND = [
 
 @pytest.mark.parametrize(("image", "size", "place", "expected"), BY_HAND)
 def test_where_a_crop_lies_by_hand(image, size, place, expected):
-    assert crop_origin(image, size, Crop(*place)) == expected
+    assert find_crop_origin(image, size, Crop(*place)) == expected
 
 
 def test_the_crop_is_where_it_says_it_is(tmp_path):
@@ -78,7 +78,7 @@ def test_the_crop_is_where_it_says_it_is(tmp_path):
         Image.fromarray(np.stack([column, row, row], -1)).save(tmp_path / "a.png")
         place = Crop(*rng.random(2), flip=bool(turn % 2))
         found = PlacedImage(ImageFile(tmp_path / "a.png", "a"), (side, side), place).read()
-        top, left = crop_origin((h, w), (side, side), place)
+        top, left = find_crop_origin((h, w), (side, side), place)
         scale = max(side / h, side / w)
         whole = torch.from_numpy(np.stack([column, row, row])).float() / 127.5 - 1
         whole = resize(whole.flip(-1) if place.flip else whole, [round(h * scale), round(w * scale)])

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import fxplug
 from fxplug.core.artifacts.artifact import check_savable
 from fxplug.core.errors import ArtifactError, MatchError, SpecError
-from fxplug.core.models.example_inputs import example_inputs
+from fxplug.core.models.example_inputs import make_inputs
 from fxplug.core.spec.run_config import load_config
 
 
@@ -25,7 +25,7 @@ def test_inputs_that_torch_cannot_make(tmp_path, spec):
     file = tmp_path / "c.yaml"
     file.write_text(f"model: torch.nn:Identity\ninputs:\n  input: {spec}\npasses: []\n")
     with pytest.raises(SpecError, match=r"c.yaml:3.*inputs.input: this input cannot be made"):
-        example_inputs(load_config(file), nn.Identity())
+        make_inputs(load_config(file), nn.Identity())
 
 
 def test_all_linear_without_a_linear():

@@ -19,7 +19,7 @@ from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
 from fxplug.training.random_draws import Draws
 from fxplug.training.run import _open_prior
-from fxplug.training.tasks.losses import mean_loss
+from fxplug.training.tasks.losses import compute_mean
 
 
 def opened(base, batch=2, *, rank=0, world=1, **spec):
@@ -67,7 +67,7 @@ def test_the_loss_is_that_of_dreambooth():
 
 def test_the_mean_by_hand():
     b = {"prior": torch.tensor([False, True, False, True]), "loss_scale": torch.tensor([1.0, 0.5, 2.0, 0.5])}
-    assert mean_loss(torch.tensor([1.0, 2.0, 3.0, 4.0]), b).item() == (1 + 1 + 6 + 2) / 2
+    assert compute_mean(torch.tensor([1.0, 2.0, 3.0, 4.0]), b).item() == (1 + 1 + 6 + 2) / 2
 
 
 # --- the batches

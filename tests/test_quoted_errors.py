@@ -35,8 +35,8 @@ from torch.nn.utils import prune
 
 import fxplug
 from fxplug.blocks import Block
-from fxplug.parallel.runtime.mesh import all_degrees
-from fxplug.parallel.runtime.pretended import pretended
+from fxplug.parallel.runtime.mesh import fill_degrees
+from fxplug.parallel.runtime.pretended import run_simulated
 
 ROOT = Path(__file__).parents[1]
 LORA = {"at": "head", "rank": 2}
@@ -78,12 +78,12 @@ def plan(**given):
 
 def call_with_few_tokens():
     new, plan, _ = own()
-    pretended(plan.ways, lambda rank: new(*parallel.own_inputs(1, 2, 2)))
+    run_simulated(plan.ways, lambda rank: new(*parallel.own_inputs(1, 2, 2)))
 
 
 def call_with_other_inputs():
     new, plan, (x, *rest) = own()
-    pretended(plan.ways, lambda rank: new(x + rank, *rest))
+    run_simulated(plan.ways, lambda rank: new(x + rank, *rest))
 
 
 def call_for_another_size():
@@ -123,7 +123,7 @@ def call_with_other_rows():
     gm = fxplug.trace(model, torch.randn(1, 3, 16, 16))
     plan = fxplug.parallel_plan(gm, torch.randn(1, 3, 16, 16), rows=2)
     other = torch.randn(1, 3, 17, 16)
-    pretended(plan.ways, lambda rank: plan.written(other))
+    run_simulated(plan.ways, lambda rank: plan.written(other))
 
 
 def begin_guidance_late():
@@ -143,7 +143,7 @@ def draw_by_a_scheduler_that_looks_at_all():
         mine.transformer = one.with_options(links=pipefusion.links())
         pipefusion.paint(mine)
 
-    pretended({"stages": 2, **all_degrees({})}, run)
+    run_simulated({"stages": 2, **fill_degrees({})}, run)
 
 
 def steps(**given):

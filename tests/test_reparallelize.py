@@ -17,7 +17,7 @@ from torch import nn
 import fxplug
 from fxplug.core.ir.comparison import measure_difference
 from fxplug.core.ir.graph import insert
-from fxplug.parallel.runtime.pretended import pretended
+from fxplug.parallel.runtime.pretended import run_simulated
 
 CONDITION = {
     "name": "condition",
@@ -72,7 +72,7 @@ def same(gm, new, ways, value=None):
     value = x() if value is None else value
     with torch.no_grad():
         want = gm(value)
-        for found in pretended(ways, lambda rank: new(value)):
+        for found in run_simulated(ways, lambda rank: new(value)):
             assert measure_difference(found, want).times <= 1
 
 

@@ -10,7 +10,7 @@ from small import vit
 
 import fxplug
 from fxplug.core.cli.terminal import make_diff, print_diff, print_rows
-from fxplug.core.flow import saved_diff
+from fxplug.core.flow import read_saved_diff
 from fxplug.core.ir.text import find_patterns, fold_diff, summarize_diff
 from fxplug.core.spec.addresses import compile_pattern, expand_braces
 
@@ -170,4 +170,4 @@ def test_the_command_folds_sites_and_all_lists_them(tmp_path, monkeypatch, capsy
 def test_a_saved_diff_steers_no_terminal(tmp_path):
     new = fxplug.apply(vit().gm, fxplug.load_pass("lora", at="blocks.0.attn.qkv"))
     new.meta["diff"] = {"passes": ["lora"], "text": "@@ a @@\n+x\x1b]0;title\x07 = 1\n"}
-    assert "\x1b" not in saved_diff("it", new) and "\\x1b]0;title" in saved_diff("it", new)
+    assert "\x1b" not in read_saved_diff("it", new) and "\\x1b]0;title" in read_saved_diff("it", new)

@@ -26,7 +26,7 @@ from fxplug.reporting.contents import Box
 from fxplug.reporting.formats import written
 from fxplug.reporting.kinds import runs as periods
 from fxplug.reporting.layout import place
-from fxplug.reporting.records import before, changes, listing
+from fxplug.reporting.records import find_changes, make_listing, undo_changes
 from fxplug.reporting.reports import as_json, report_folder
 
 SIZES = {"img_size": 16, "patch_size": 8, "depth": 5, "num_classes": 10, "embed_dim": 48, "num_heads": 3}
@@ -133,11 +133,11 @@ def test_what_was_before_is_found_again_from_what_is_kept():
     """With what a saved rewrite keeps of it; where nothing is kept, it is what no pass put in."""
     base = small.plain_vit().gm
     new = fxplug.apply(base, fxplug.load_pass("lora", at="blocks.*.mlp.*"), fxplug.load_pass("scale", at="norm"))
-    after, true = listing(new), listing(base).records
-    kept = json.loads(json.dumps(changes(base, new)))
-    found = before(after, kept)
+    after, true = make_listing(new), make_listing(base).records
+    kept = json.loads(json.dumps(find_changes(base, new)))
+    found = undo_changes(after, kept)
     assert {n: r.reads for n, r in found.items()} == {n: r.reads for n, r in true.items()}
-    left = before(after, None)
+    left = undo_changes(after, None)
     assert left.keys() == true.keys() and all(set(r.reads) <= true.keys() for r in left.values())
 
 
@@ -400,7 +400,7 @@ def test_the_policy_lets_its_own_script_run_and_nothing_else(saved):
 
 
 def test_model_explorer_gets_every_node_and_edge(module):
-    after = listing(module)
+    after = make_listing(module)
     page = fxplug.report(None, module)
     (graph,) = json.loads(written(page, after, "model-explorer"))["graphs"]
     nodes = {node["id"]: node for node in graph["nodes"]}
@@ -448,7 +448,7 @@ def test_a_rewrite_with_a_long_diff_is_loaded_again(tmp_path, monkeypatch):
     flow.save_run_record(flow.Result(new, base.gm, None, (base.args, {})))
     text = fxplug.diff(base.gm, new)
     assert max(map(len, new.meta["diff"]["text"])) <= 500 < len(text)
-    assert flow.saved_diff("art", fxplug.load(fxplug.save(new, tmp_path / "art"))) == text
+    assert flow.read_saved_diff("art", fxplug.load(fxplug.save(new, tmp_path / "art"))) == text
 
 
 def test_what_would_not_be_read_again_is_not_saved(tmp_path):
@@ -501,9 +501,9 @@ def test_a_plugin_between_layers_changes_what_reads_its_values(to):
     values = ["blocks.0:in[:]", f"{path}:in[:]", *([f"{path}:out[:]"] if side == "after" else [])]
     own = {**MULTI, "to_layers": [to], "values": values, side: [path], f"{side}_values": ["plugin:out[0][:]"]}
     new = fxplug.apply(base, fxplug.load_pass("hcp/multi", **own))
-    found, after = changes(base, new), listing(new)
+    found, after = find_changes(base, new), make_listing(new)
     assert not found["gone"] and found["was"]
     added = {name for name, record in after.records.items() if record.owner}
     assert added and all(set(after.records[name].reads) & added for name in found["was"])
-    true = {name: record.reads for name, record in listing(base).records.items()}
-    assert {name: record.reads for name, record in before(after, found).items()} == true
+    true = {name: record.reads for name, record in make_listing(base).records.items()}
+    assert {name: record.reads for name, record in undo_changes(after, found).items()} == true

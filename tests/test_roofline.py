@@ -135,8 +135,8 @@ def test_what_a_trial_found_becomes_the_tables_of_the_package(tmp_path, monkeypa
     assert limits["cuda"]["about"] == "measured on A Device, torch 2" and limits["cpu"] == forms.LIMITS["cpu"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(forms.LIMITS, "cuda", limits["cuda"])
-        assert forms.form_of(Case("bfloat16", 4096, 512, 512, 16, 0), "cuda") == "stock"
-        assert forms.form_of(Case("bfloat16", 1 << 20, 1 << 10, 1 << 10, 16, 0), "cuda") == "fused"
+        assert forms.choose_form(Case("bfloat16", 4096, 512, 512, 16, 0), "cuda") == "stock"
+        assert forms.choose_form(Case("bfloat16", 1 << 20, 1 << 10, 1 << 10, 16, 0), "cuda") == "fused"
     tiles = json.loads((tmp_path / "tiles.json").read_text())
     assert tiles["devices"] == {"A Device": [[64, 64, 64, 4, 4]]} and tiles["capabilities"] == sizes
     assert "| vit | inference, graph | 1.50 |" in page.read_text()

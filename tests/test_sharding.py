@@ -18,7 +18,7 @@ import fxplug
 from fxplug.core.spec.train_section import Train
 from fxplug.lowerings.regions.fsdp import full_state, shard
 from fxplug.lowerings.regions.submodules import outline
-from fxplug.training.distributed import prepared
+from fxplug.training.distributed import prepare
 
 STEPS, BATCH = 4, 8
 NAMES = ("vit", "tied")
@@ -116,7 +116,7 @@ def test_what_is_sharded_is_compiled_in_parts(alone, monkeypatch):
     want = new(*small.plain_vit().args)
     settings = Train(task="classify", steps=1, fuse=False, compile=True, shard=True)
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1)
-    runner, sharded = prepared(new, settings, set(), accelerator)
+    runner, sharded = prepare(new, settings, set(), accelerator)
     assert sharded is not None
     got = runner(*small.plain_vit().args)
     torch.testing.assert_close(got, want)

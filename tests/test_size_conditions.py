@@ -33,7 +33,7 @@ def test_hostile_conditions(guard):
     """They are refused, or a number within bounds; none is run."""
     with watched() as seen:
         try:
-            value = expressions.evaluate(expressions.parsed(guard), ARGUMENTS)
+            value = expressions.evaluate(expressions.parse(guard), ARGUMENTS)
         except (FxplugError, ArithmeticError):
             value = 0
     seen = [each for each in seen if not each.startswith("compile (b")]  # of text, to a tree that is never run
@@ -50,4 +50,4 @@ def test_hostile_conditions(guard):
     ],
 )  # fmt: skip
 def test_conditions_are_evaluated(text, value):
-    assert expressions.evaluate(expressions.parsed(text), ARGUMENTS) == value
+    assert expressions.evaluate(expressions.parse(text), ARGUMENTS) == value

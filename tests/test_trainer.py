@@ -158,7 +158,7 @@ def test_lowered_runs_give_the_same_losses(tmp_path, how, monkeypatch):
     found = losses(again.history)
     assert found == (expected if how == "checkpointing" else pytest.approx(expected, rel=1e-4))
     parts = [type(part).__name__ for part in again.trainer.runner.modules()]
-    assert {"compile": "OptimizedModule", "checkpointing": "Checkpointed"}[how] in parts
+    assert {"compile": "OptimizedModule", "checkpointing": "CheckpointedRegion"}[how] in parts
     assert ("Nested" in parts) == (kind == "regions")
 
 

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def rule(monkeypatch, own_rule):
     """As it is, on a CPU of one class."""
-    monkeypatch.setattr(forms, "class_of", lambda device: device)
+    monkeypatch.setattr(forms, "classify", lambda device: device)
 
 
 class Two(nn.Module):
@@ -67,14 +67,14 @@ def large():
     ((2, 320, 1280, 16, 4), "stock", "stock"),
 ])  # fmt: skip
 def test_a_layer_takes_a_form_by_its_sizes(case, inference, training):
-    found = [forms.form_of(Case("float32", *case, grad), "cpu") for grad in (0, 1)]
+    found = [forms.choose_form(Case("float32", *case, grad), "cpu") for grad in (0, 1)]
     assert found == [inference, training]
 
 
 def test_half_precision_has_torchs_own_products_on_a_cpu():
     sizes, flags = (10, 1000, 9000), [(0, 16), (0, 4), (0, 1)]
     every = itertools.product(("float16", "bfloat16", "float64"), sizes, (64, 2048), (64, 2048), *flags)
-    assert {forms.form_of(Case(*one), "cpu") for one in every} == {"stock", "blas"}
+    assert {forms.choose_form(Case(*one), "cpu") for one in every} == {"stock", "blas"}
 
 
 def test_every_class_of_devices_has_the_same_limits():
@@ -88,7 +88,7 @@ def test_any_shape_dtype_and_device_gets_a_form(device):
     sizes = [0, 1, 7, 4096, 10**9]
     for dtype, rows, inner, outer in itertools.product(("float32", "complex64", "int8"), sizes, sizes, sizes):
         for rank, slots, grad in ((0, 0, 0), (16, 0, 0), (16, 0, 1), (3, 5, 0), (3, 5, 1)):
-            form = forms.form_of(Case(dtype, rows, inner, outer, rank, slots, grad), device)
+            form = forms.choose_form(Case(dtype, rows, inner, outer, rank, slots, grad), device)
             assert form in forms.FORMS and (form == "stock" or (device in forms.LIMITS and dtype == "float32"))
 
 
@@ -112,7 +112,7 @@ def test_nothing_is_timed_or_kept_and_the_same_forms_are_taken_again(large, monk
 
 def test_each_way_of_running_has_its_form(large):
     made = fxplug.lower(large)
-    assert [n.args[-1] for n in made.graph.nodes if n.target is operators.lora_linear] == ["fused,blas,fused,blas"] * 2
+    assert [n.args[-1] for n in made.graph.nodes if n.target is operators.run_lora_linear] == ["fused,blas,fused,blas"] * 2
     assert form_table(made).startswith("2 fused, blas\n")
     x = torch.randn(4, 200, 768)
     for compiled in (False, True):
@@ -124,7 +124,7 @@ def test_each_way_of_running_has_its_form(large):
 
 def test_compiled_code_of_a_gpu_has_the_update_on_the_weight_where_rows_are_many():
     def taken(rows, **more):
-        return forms.forms_of(Case("bfloat16", rows, 1024, 1024, 16, 0)._replace(**more), "cuda")
+        return forms.choose_forms(Case("bfloat16", rows, 1024, 1024, 16, 0)._replace(**more), "cuda")
 
     assert taken(12608)[0] == "fused,fused,fused,stock" and taken(12608)[1] == "fused, stock (compiled, with gradients)"
     assert taken(512)[0] == "fused,fused,stock,stock"  # less than 2 * 1024 * 1024 / 2048 rows
@@ -145,14 +145,14 @@ def test_the_code_for_a_gpu_has_no_pass_over_rows_for_the_update(rows, monkeypat
 
     def call(form, *given):
         with torch.no_grad():
-            return operators.lora_linear(*given, form)
+            return operators.run_lora_linear(*given, form)
 
     assert operations(functools.partial(call, "fused"), *shapes).keys() & {"mm", "addmm", "add", "mul"} == {"addmm", "mul"}
     assert operations(functools.partial(call, "stock"), *shapes)["add"] == 1
-    assert operations(functools.partial(operators.lora_linear, form="fused"), *shapes)["add"] == 0
+    assert operations(functools.partial(operators.run_lora_linear, form="fused"), *shapes)["add"] == 0
 
     def trained(x, *rest):
-        return operators.lora_linear(x.detach().requires_grad_(), *rest)
+        return operators.run_lora_linear(x.detach().requires_grad_(), *rest)
 
     assert operations(trained, *shapes)["add"] == 1
 

@@ -30,7 +30,7 @@ WRITTEN = (
 
 
 def test_what_packages_say_stays():
-    assert json.dumps(signatures.encoded(VALUE)) == WRITTEN
+    assert json.dumps(signatures.encode_value(VALUE)) == WRITTEN
 
 
 def test_it_is_read_again_and_held_to_a_call():
@@ -69,7 +69,7 @@ def test_what_is_no_value_of_a_signature(data):
 
 
 def test_a_number_that_json_has_not():
-    assert json.loads(json.dumps(signatures.encoded(float("inf")), allow_nan=False)) == {"float": "inf"}
+    assert json.loads(json.dumps(signatures.encode_value(float("inf")), allow_nan=False)) == {"float": "inf"}
     assert signatures._decoded({"list": [{"float": "inf"}]}, ()) == [float("inf")]
 
 

@@ -13,15 +13,15 @@ from PIL import Image
 from fxplug.core.errors import SpecError, TrainError
 from fxplug.core.spec.run_config import check_settings
 from fxplug.core.spec.train_section import Data
-from fxplug.training.data.image_files import Crop, rescaled
-from fxplug.training.data.image_sources import to_pixels
+from fxplug.training.data.image_files import Crop, rescale
+from fxplug.training.data.image_sources import make_pixels
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import match_test_items, open_items
 from fxplug.training.encoded_cache import EncodedCache
 from fxplug.training.identity import describe_samples
-from fxplug.training.image_encoding import encode_images, encoded
+from fxplug.training.image_encoding import encode_batch, encode_images
 from fxplug.training.plugins import Plugins
-from fxplug.training.tasks.model_call import image_of
+from fxplug.training.tasks.model_call import get_images
 
 
 def frames(count, seed=0, size=(20, 28)):
@@ -63,7 +63,7 @@ def loader(base, batch=1, *, train=False, hooks=None, **given):
 
 
 def expected(pictures, size=(16, 16), place=Crop()):  # noqa: B008
-    return rescaled("video", to_pixels(pictures, size, place))
+    return rescale("video", make_pixels(pictures, size, place))
 
 
 def whole(batch, key="video"):
@@ -260,7 +260,7 @@ def test_videos_are_cached_as_pictures_are(tmp_path):
         assert encode_images(one, cache, encode) and len(calls) == count, change  # a fifth frame is not read
     for lazy, batch in zip(one.epoch(0), loader(tmp_path / "v").epoch(0), strict=True):
         assert lazy["video"][0].pixels is None
-        assert torch.equal(encoded(lazy, cache, encode)[0]["mean"], batch["video"][0].mean((1, 2)))
+        assert torch.equal(encode_batch(lazy, cache, encode)[0]["mean"], batch["video"][0].mean((1, 2)))
     assert len(calls) == 4
     digests = {describe_samples(loader(tmp_path / "v"), 0)["digest"]}
     frames(1, 7)[0].save(tmp_path / "v" / "0" / "frame0.png")
@@ -280,7 +280,7 @@ def test_what_takes_images_alone_refuses_videos(tmp_path):
         list(loader(tmp_path, hooks=Darker()).epoch(0))
     one = loader(tmp_path)
     with pytest.raises(SpecError, match=r"data\.videos: the task takes images, and the data has videos"):
-        image_of(next(one.epoch(0)))
+        get_images(next(one.epoch(0)))
     one.transform = lambda image, size: image
     with pytest.raises(TrainError, match="is a video, and the task changes images"):
         list(one.epoch(0))

@@ -18,7 +18,7 @@ from fxplug.core.spec.train_section import Train
 from fxplug.training import epoch_table as table
 from fxplug.training.log_files import Lines
 from fxplug.training.monitor import RunMonitor
-from fxplug.training.pictures import grid, save_curves
+from fxplug.training.pictures import make_grid, save_curves
 
 MODULE = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 5, bias=False))
 MODULE[0].weight.requires_grad = False
@@ -60,19 +60,20 @@ def steps(out):
 
 def test_the_lines_of_zhijians_table():
     """Its own manual's output, character by character."""
-    assert table.header(table.TRAINING) == "      Epoch   GPU Mem.       Time       Loss         LR"
-    assert table.header(("Acc@1", "Acc@5")) == "      Epoch   GPU Mem.       Time      Acc@1      Acc@5"
-    assert table.training_row(0, 5, 0.589e9, 0.1355, 4.602, 0.001) == "        1/5     0.589G     0.1355      4.602      0.001"
-    second = table.training_row(1, 5, 0.784e9, 0.1016, 4.538, 0.00090451)
+    assert table.format_header(table.TRAINING) == "      Epoch   GPU Mem.       Time       Loss         LR"
+    assert table.format_header(("Acc@1", "Acc@5")) == "      Epoch   GPU Mem.       Time      Acc@1      Acc@5"
+    first = table.format_training_row(0, 5, 0.589e9, 0.1355, 4.602, 0.001)
+    assert first == "        1/5     0.589G     0.1355      4.602      0.001"
+    second = table.format_training_row(1, 5, 0.784e9, 0.1016, 4.538, 0.00090451)
     assert second == "        2/5     0.784G     0.1016      4.538 0.00090451"
-    last = table.training_row(4, 5, 0.784e9, 0.0936, 4.431, 9.5492e-05)
+    last = table.format_training_row(4, 5, 0.784e9, 0.0936, 4.431, 9.5492e-05)
     assert last == "        5/5     0.784G     0.0936      4.431 9.5492e-05"
-    found = table.testing_row(2, 5, 0.784e9, 0.02688, {"acc1": 2.3785828, "acc5": 10.161226})
+    found = table.format_testing_row(2, 5, 0.784e9, 0.02688, {"acc1": 2.3785828, "acc5": 10.161226})
     assert found == "        3/5     0.784G    0.02688      2.379      10.16"
     best = {"acc1": 1.8710191082802548, "acc5": 7.931926751592357}
-    assert table.best_line(best) == "***   Best results: [Acc@1: 1.8710191082802548], [Acc@5: 7.931926751592357]"
+    assert table.format_best(best) == "***   Best results: [Acc@1: 1.8710191082802548], [Acc@5: 7.931926751592357]"
     line = "Trainable/total parameters of the model: 0.03M / 38.64M (0.08843%)"
-    assert table.parameters_line(34171, 38641865) == line
+    assert table.format_parameters(34171, 38641865) == line
 
 
 def test_a_file_gets_the_rows_only(tmp_path):
@@ -245,8 +246,8 @@ def test_sample_grids(tmp_path):
 
 def test_a_grid_takes_what_a_model_may_give():
     wild = torch.full((3, 3, 4, 4), math.nan, dtype=torch.bfloat16, requires_grad=True)
-    assert grid(wild).unique().tolist() == [0]
-    assert grid(torch.full((1, 1, 4, 4), 7.0)).max() == 255
+    assert make_grid(wild).unique().tolist() == [0]
+    assert make_grid(torch.full((1, 1, 4, 4), 7.0)).max() == 255
 
 
 def test_the_curves(tmp_path):

@@ -19,14 +19,14 @@ PLACEHOLDER = "REPLACE_ME"
 
 
 @dataclass
-class Converted:
+class Conversion:
     """A configuration as YAML text, and what its reader should know: what was left out, what is another than before."""
 
     text: str
     notes: list[str] = field(default_factory=list)
 
 
-def model_sections(model: str | None, folder: Path) -> dict[str, Any]:
+def make_model_sections(model: str | None, folder: Path) -> dict[str, Any]:
     """Return the sections of the configuration other than its passes."""
     if model is None:
         return {"model": PLACEHOLDER}

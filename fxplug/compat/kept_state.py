@@ -23,7 +23,7 @@ MISSING: Any = object()
 SIZE, TUPLE = "@size", "@tuple"
 
 
-def tables(module: nn.Module) -> dict[str, Any]:
+def list_tables(module: nn.Module) -> dict[str, Any]:
     """Return the parameters, buffers and modules in a module, by name."""
     found = {}
     for path, part in module.named_modules():
@@ -56,7 +56,7 @@ class MethodCall:
         self.read: dict[str, str] = {}
 
     def __enter__(self) -> MethodCall:
-        self.tables, self.before = tables(self.module), attributes(self.module)
+        self.tables, self.before = list_tables(self.module), attributes(self.module)
         self.modules = dict(self.module.named_modules())
         self.members = {(path, table): dict(vars(m)[table]) for path, m in self.modules.items() for table in TABLES}
         self.log = _AccessLog(self.given)
@@ -75,7 +75,7 @@ class MethodCall:
     def __exit__(self, *error: object) -> None:
         for path, kind in self.kinds.items():
             self.modules[path].__class__ = kind
-        now, members = attributes(self.module), tables(self.module)
+        now, members = attributes(self.module), list_tables(self.module)
         for name in {**self.begun, **now}:
             begun, marks = self.begun.get(name, (MISSING, None))
             value = now.get(name, MISSING)

@@ -12,7 +12,7 @@ from ..core.errors import TraceError
 from ..core.ir.containers import list_members
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     """Describe the structure of a value, with its constants: `(tensor, 3)`, `[tensor]`, `{a: tensor}`,
     `Output(sample=tensor)`."""
     if isinstance(value, torch.Tensor):
@@ -22,7 +22,7 @@ def described(value: Any) -> str:
     members = list_members(value)
     if members is None:
         return "None" if value is None else type(value).__name__
-    items = [(key, described(member)) for key, member in members]
+    items = [(key, describe(member)) for key, member in members]
     inside = ", ".join(text for _, text in items)
     if isinstance(value, tuple):
         return f"({inside}{',' * (len(items) == 1)})"
@@ -33,17 +33,17 @@ def described(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(f'{key}={text}' for key, text in items)})"
 
 
-def checked(value: Any, like: Any, who: str, what: str) -> Any:
+def check_structure(value: Any, like: Any, who: str, what: str) -> Any:
     """Return `value` if it has the structure of `like`. Raises TraceError with both."""
-    if described(value) != described(like):
+    if describe(value) != describe(like):
         raise TraceError(
-            f"{who} returns {described(value)}, and {what} is {described(like)}: both must have the same structure"
+            f"{who} returns {describe(value)}, and {what} is {describe(like)}: both must have the same structure"
         )
     return value
 
 
 @contextmanager
-def unwritten(who: str, *values: Any) -> Iterator[None]:
+def forbid_writes(who: str, *values: Any) -> Iterator[None]:
     """Raise TraceError if the lists and dicts in values get other members inside the context: the model's own would have them,
     a graph's not."""
     before = _identities(values)

@@ -21,8 +21,8 @@ from .ir.containers import count_pass_parameters
 from .ir.text import diff, find_patterns
 from .ir.traced_module import TracedModule, list_class_names
 from .models.built_model import BuiltModel
-from .models.example_inputs import added_inputs, build_with_inputs, default_inputs, example_inputs
-from .models.factory import torch_device
+from .models.example_inputs import build_with_inputs, fill_inputs, make_added_inputs, make_inputs
+from .models.factory import find_device
 from .rewriter.applying import apply
 from .rewriter.matcher import find
 from .rewriter.sites import Site, Sites
@@ -121,7 +121,7 @@ def rewrite(
         check_folder(Path(out), ArtifactError)
     step = progress or (lambda text: nullcontext())
     checked = config.verify if verify is None else verify
-    devices = [torch_device(config)] if torch_device(config).type == "cuda" else []
+    devices = [find_device(config)] if find_device(config).type == "cuda" else []
     with torch.random.fork_rng(devices):
         result = _plan(config, step) if dry_run else _rewritten(config, step)
         if checked:
@@ -133,13 +133,13 @@ def rewrite(
     if out is not None and not dry_run:
         with step("save"):
             save_run_record(result)
-            inputs = {**default_inputs(config, result.base, result.inputs), **added_inputs(config, result.module)[1]}
+            inputs = {**fill_inputs(config, result.base, result.inputs), **make_added_inputs(config, result.module)[1]}
             save(result.module, out, config={**resolve(config), "inputs": inputs})
         result.out = Path(out)
     return result
 
 
-def saved_inputs(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def make_saved_inputs(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Example inputs for a saved rewrite, as the configuration in its folder has them. Builds and imports nothing."""
     read = read_saved_config(folder)
     if read is None:
@@ -148,10 +148,10 @@ def saved_inputs(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, .
             "them there"
         )
     kept: dict[str, Any] = {key: read[key] for key in ("inputs", "device", "dtype", "seed", "mode") if key in read}
-    return example_inputs(load_config({"model": "the saved one", **kept}), module)
+    return make_inputs(load_config({"model": "the saved one", **kept}), module)
 
 
-def saved_diff(folder: str | Path, module: TracedModule) -> str:
+def read_saved_diff(folder: str | Path, module: TracedModule) -> str:
     """Return the diff of the rewrite that was saved in a folder. Raises SpecError if none was kept."""
     kept = load_run_record(module)
     if kept is None:
@@ -188,7 +188,7 @@ def _plan(config: Config, step: Step) -> Result:
     try:
         traced = _traced(config, step, "meta")
     except Exception as error:  # the model's code may raise anything
-        if torch_device(config).type == "meta" or not is_missing_values(error):
+        if find_device(config).type == "meta" or not is_missing_values(error):
             raise
         warnings.warn("the model cannot be built without memory on the meta device, so the real model is built: "
                       f"{error}", stacklevel=2)
@@ -228,7 +228,7 @@ def _applied(config: Config, base: TracedModule, built: BuiltModel, step: Step, 
                 found = result.sites[p.name] = find(result.module, p)
                 result.module = apply(result.module, found)
     if result.module is not base:
-        added = added_inputs(config, result.module, device=device if built.pipeline is None else None)[0]
+        added = make_added_inputs(config, result.module, device=device if built.pipeline is None else None)[0]
         result.inputs = built.inputs[0], {**built.inputs[1], **added}
     for kind in dict.fromkeys(type(p) for p in config.passes if p.goes_last):
         kind.finish(result, step)

@@ -24,9 +24,9 @@ from ..core.reading import open_archive, open_regular_file
 from ..core.torch_internals.exporting import compile_package, find_compiler, get_processor, list_conditions
 from ..core.torch_internals.tensors import OpOverload, get_qualified_name
 from ..core.writing import open_new, open_temporary_folder
-from .blockers import Unfit, refusing
+from .blockers import Unfit, report_refusals
 from .call_signature import Json, describe
-from .machines import capabilities, needed
+from .machines import list_capabilities, list_needed_features
 from .package import TEMPORARY, _loader
 from .package_file import FORMAT, MANIFEST, TENSORS, unpack
 from .package_trial import try_package
@@ -73,7 +73,7 @@ def write(
     that has to be live is not, and the errors of the trial.
     """
     before = len(list_conditions(program))
-    with quiet(), torch.no_grad(), open_new(file) as sink, refusing():
+    with silence_torch(), torch.no_grad(), open_new(file) as sink, report_refusals():
         compile_package(program, sink, {**(options or {}), **LIVE})
     signature, notes = describe(program, parameters)  # of the sizes that are free still: the compiler fixes some
     decided = list_conditions(program)[before:]
@@ -97,7 +97,9 @@ def write(
             "platform": sys.platform,
             "machine": metadata.get("AOTI_MACHINE", ""),
             "device": metadata["AOTI_DEVICE_KEY"],
-            "features": needed(metadata.get("AOTI_CPU_ISA", "").split(), capabilities(), march in (None, "native")),
+            "features": list_needed_features(
+                metadata.get("AOTI_CPU_ISA", "").split(), list_capabilities(), march in (None, "native")
+            ),
             "capability": list(torch.cuda.get_device_capability()) if metadata["AOTI_DEVICE_KEY"] == "cuda" else None,
             "constants": {name: _facts(tensor) for name, tensor in state.items() if name in constants},
             "operators": _operators(program),
@@ -130,15 +132,15 @@ def _compiled(file: str) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def silence_torch() -> Iterator[None]:
     """Suppress warnings, and the log line that torch found no CUDA, which a package for a CPU does not need."""
-    with hushed("torch.utils.cpp_extension"), warnings.catch_warnings():
+    with silence_library("torch.utils.cpp_extension"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 @contextlib.contextmanager
-def hushed(name: str) -> Iterator[None]:
+def silence_library(name: str) -> Iterator[None]:
     """Suppress the log lines of a library below ERROR."""
     log = logging.getLogger(name)
     level = log.level

@@ -26,7 +26,7 @@ class CompileRefused(Exception):
 
 
 @contextlib.contextmanager
-def refusing() -> Iterator[None]:
+def report_refusals() -> Iterator[None]:
     """Raise errors of torch.export and its compilers as CompileRefused: another try, with fewer dynamic sizes, may succeed."""
     try:
         yield
@@ -44,7 +44,7 @@ def check_export(subject: Subject) -> str:
     for node in (node for graph in subject.new.graphs.values() for node in graph.nodes):
         if node.op.startswith("call") and node.target in GRADIENTS:
             raise Unsupported(f"'{node.name}' computes gradients inside the model, which torch.export does not support")
-    if found := packed_layer(subject.new):
+    if found := describe_packed_layer(subject.new):
         raise Unsupported(found)
     if any(isinstance(value, torch.Generator) for value in list_leaves(subject.call)):
         raise Unsupported("one of the inputs is a random generator, which torch.export does not support")
@@ -55,7 +55,7 @@ def check_export(subject: Subject) -> str:
     return "no known obstacle to torch.export"
 
 
-def packed_layer(module: nn.Module) -> str:
+def describe_packed_layer(module: nn.Module) -> str:
     """Describe the first layer with a packed weight in a clause; return "" if there is none."""
     own = next(((path, layer) for path, layer in module.named_modules() if quantised.is_own_layer(layer)), None)
     if own is None:

@@ -22,7 +22,7 @@ from ..core.ir.containers import list_members, rebuild
 from ..core.torch_internals import modules as pytree
 from ..core.torch_internals.exporting import list_guards
 from ..core.torch_internals.tensors import get_size_name
-from .expressions import evaluate, parsed, readable
+from .expressions import evaluate, format_condition, parse
 
 Json = dict[str, Any]
 PLAIN = (bool, int, float, str, type(None))
@@ -67,15 +67,15 @@ def describe(program: ExportedProgram, parameters: Mapping[str, inspect.Paramete
         required = parameter.default is inspect.Parameter.empty
         entry: Json = {"name": parameter.name, "kind": parameter.kind.name}
         if not required:
-            entry["default"] = encoded(parameter.default)
+            entry["default"] = encode_value(parameter.default)
         if not required or parameter.name in given:
-            entry["value"] = encoded(given.get(parameter.name, parameter.default))
+            entry["value"] = encode_value(given.get(parameter.name, parameter.default))
         described.append(entry)
     where = dict(place for name, value in given.items() for place in _places(value, name))
     guards, notes = _guards(program, dict(inspect.Signature(list(parameters.values())).bind(*args, **kwargs).arguments))
     guards += [text for text in _squeezed(program, tensors, where) if text not in guards]
     ranges = {str(s): [_bound(r.lower), _bound(r.upper)] for s, r in program.range_constraints.items()}
-    result = encoded(_result(program))
+    result = encode_value(_result(program))
     return {"parameters": described, "tensors": tensors, "ranges": ranges, "guards": guards, "result": result}, notes
 
 
@@ -101,7 +101,7 @@ def _guards(program: ExportedProgram, arguments: dict[str, Any]) -> tuple[list[s
     guards, notes = [], []
     for text in list_guards(program):
         try:
-            holds = bool(evaluate(parsed(text), arguments))
+            holds = bool(evaluate(parse(text), arguments))
         except (FxplugError, ArithmeticError) as error:
             notes.append(f"the package does not check a condition on sizes: {text} ({error})")
             continue
@@ -126,7 +126,7 @@ def _squeezed(program: ExportedProgram, tensors: list[Json], where: Mapping[int,
                 yield f"L['{head}']{bracket}{rest}.size()[{same[0][1]}] != 1"
 
 
-def encoded(value: Any) -> Json:
+def encode_value(value: Any) -> Json:
     """Encode a nested value with placeholders for its tensors as JSON: an object with one key, its kind. What is no plain data
     is stored as its text."""
     if isinstance(value, Placeholder):
@@ -135,7 +135,7 @@ def encoded(value: Any) -> Json:
         return {"float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else {"is": encode(value)}
     if (members := list_members(value)) is None:
         return {"like": repr(value)}
-    made = {key: encoded(member) for key, member in members}
+    made = {key: encode_value(member) for key, member in members}
     if isinstance(value, (list, tuple)):
         return {"list" if isinstance(value, list) else "tuple": list(made.values())}
     return {"dict": [[encode(key), member] for key, member in made.items()]}
@@ -183,7 +183,7 @@ class Signature:
                 raise ValueError(
                     f"its conditions have {total} characters; the limit is {limits.conditions}; fxplug.Limits can raise it"
                 )
-            self.guards = [(text, parsed(text)) for text in said.guards]
+            self.guards = [(text, parse(text)) for text in said.guards]
             self.result = _decoded(data["result"], ("tensor", "number"))
             self.values = {entry["name"]: _decoded(entry["value"], ("tensor",)) for entry in said.parameters}
             places = [place for name, value in self.values.items() for place in _places(value, name)]
@@ -237,7 +237,7 @@ class Signature:
                 holds = False
             if not holds:
                 raise GuardError(
-                    f"the {self.made} for inputs with {quote(readable(text), 400)[1:-1]}; "
+                    f"the {self.made} for inputs with {quote(format_condition(text), 400)[1:-1]}; "
                     f"these are {', '.join(f'{self.where[i]} {tuple(t.shape)}' for i, t in enumerate(flat))}"
                 )
         if len(self._seen) < SEEN:
@@ -281,7 +281,7 @@ def _parameter(entry: Json) -> inspect.Parameter:
 
 
 def _decoded(data: Any, marks: tuple[str, ...]) -> Any:
-    """Decode a value from `encoded`. Raises ValueError for anything else, and for placeholders of other kinds than `marks`."""
+    """Decode a value from `encode_value`. Raises ValueError for anything else, as placeholders of other kinds than `marks`."""
     ((kind, body),) = data.items()
     if kind == "is" and isinstance(body, PLAIN):
         return decode(body)

@@ -18,11 +18,11 @@ from ..adapters.writing import describe_model
 from ..core.errors import FxplugError, SpecError, did_you_mean, format_fields, quote
 from ..core.ir.traced_module import TracedModule
 from ..core.locks import with_read_lock
-from ..core.models.state_dict import in_diffusers_layout
+from ..core.models.state_dict import convert_to_diffusers
 from ..core.reading import report_errors
 from ..core.weight_files import save_file, separate
 from ..core.writing import check_new, replace_file, replace_folder
-from ..lowerings.lowering import unlowered
+from ..lowerings.lowering import undo_lowering
 from ..lowerings.merging.fold import is_mark
 from ..lowerings.merging.fold import merge as fold
 
@@ -99,7 +99,7 @@ def save_checkpoint(
             target = target / "model.safetensors" if target.is_dir() else Path(f"{target}.safetensors")
     if not isinstance(module, TracedModule):
         raise FxplugError(f"save_checkpoint takes a traced module, not a {type(module).__name__}")
-    module = unlowered(module)
+    module = undo_lowering(module)
     kind = next(iter(describe_model(module).classes), "")
     config = _diffusers_config(module, kind) if to == "diffusers" else None
     if to == "timm":
@@ -237,7 +237,7 @@ def _first(module: TracedModule, state: Mapping[str, Tensor]) -> dict[str, Tenso
         raise FxplugError(f"{len(left)} of {len(state)} tensors have no known name of the original format: {some}")
     kind = next(iter(module.classes), "this model")
     try:
-        back = in_diffusers_layout(module, {key: value.to("meta") for key, value in made.items()}, "the file")
+        back = convert_to_diffusers(module, {key: value.to("meta") for key, value in made.items()}, "the file")
     except SpecError as error:
         raise FxplugError(f"diffusers could not read {kind} in the names of its original format: {error.finding}") from error
     if {key: value.shape for key, value in back.items()} != {key: value.shape for key, value in state.items()}:

@@ -31,10 +31,10 @@ from ..core.locks import with_read_lock
 from ..core.reading import make_reporter, report_errors
 from ..core.torch_internals import modules as pytree
 from ..core.writing import open_new, replace_file
-from ..lowerings.linear.operators import keeping_kernels
+from ..lowerings.linear.operators import keep_kernels
 from . import onnx_trial, onnx_writer
-from .aoti_writer import check_compiler, quiet, write
-from .blockers import CompileRefused, Unfit, packed_layer, refusing
+from .aoti_writer import check_compiler, silence_torch, write
+from .blockers import CompileRefused, Unfit, describe_packed_layer, report_refusals
 from .size_trial import NotFree
 
 FORMATS = {"pt2": ".pt2", "aoti": ".aoti.pt2", "onnx": ".onnx"}
@@ -113,7 +113,7 @@ def export(
         raise FxplugError(f"free must be one of {', '.join(FREE)}, not {quote(free)}{did_you_mean(free, FREE)}")
     if options and to == "pt2":
         raise FxplugError(f"options are for inductor, and {to} is not compiled: leave them out, or export to aoti")
-    if found := packed_layer(module):
+    if found := describe_packed_layer(module):
         raise FxplugError(f"{found}: quantise the model with torchao, or export it un-quantised")
     start = time.perf_counter()
     target = _target(Path(path), to)
@@ -153,11 +153,11 @@ def export(
                     return [*said, *onnx_trial.try_model(name, program, plain, results.said)]
                 _write_out_rounding(program.graph)
                 program.graph_module.recompile()
-                with quiet(), open_new(name) as opened, refusing():
+                with silence_torch(), open_new(name) as opened, report_refusals():
                     torch.export.save(program, opened)
             return []
 
-        with keeping_kernels() if to == "aoti" else contextlib.nullcontext():
+        with keep_kernels() if to == "aoti" else contextlib.nullcontext():
             program, kept, failures, more = _export(plain, args, named, free, finish)
     seconds = time.perf_counter() - start
     return Exported(target, dynamic_dims(program), kept, seconds, (*notes, *failures, *more))
@@ -302,7 +302,7 @@ def _free_program(
     args, kwargs = call
     bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     shapes = {name: _shapes(value, dims) for name, value in bound.items()}
-    with quiet(), refusing():
+    with silence_torch(), report_refusals():
         return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
 
 

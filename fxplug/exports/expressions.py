@@ -47,7 +47,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def parsed(text: str) -> ast.expr:
+def parse(text: str) -> ast.expr:
     """Parse a condition. Raises FxplugError for what is no expression."""
     if not CONDITION.match(text):
         raise FxplugError("it is not an expression")
@@ -63,7 +63,7 @@ def parsed(text: str) -> ast.expr:
     return tree
 
 
-def readable(text: str) -> str:
+def format_condition(text: str) -> str:
     """Return a condition as a user writes it: `image.shape[0] < 64`."""
     return re.sub(r"L\['(\w+)'\]", r"\1", text).replace(".size()", ".shape")
 

@@ -22,7 +22,7 @@ UNCHOSEN = {"aes", "sha", "sha1", "sha2", "pmull", "crc32", "clflush", "clflusho
 UNCHOSEN_KINDS = ("amx_", "sme")
 
 
-def needed(asked: Iterable[str], capabilities: Mapping[str, Any], native: bool) -> list[str]:
+def list_needed_features(asked: Iterable[str], capabilities: Mapping[str, Any], native: bool) -> list[str]:
     """Return the CPU features that compiled code needs, in the words of torch.cpu.get_capabilities.
 
     `asked` are the features that AOTInductor used, in its words; `capabilities` are those of the compiling processor, all of
@@ -35,14 +35,14 @@ def needed(asked: Iterable[str], capabilities: Mapping[str, Any], native: bool) 
     return sorted(names)
 
 
-def missing_cpu_features(needs: Iterable[str], capabilities: Mapping[str, Any]) -> list[str]:
+def find_missing_features(needs: Iterable[str], capabilities: Mapping[str, Any]) -> list[str]:
     """Return the features that a processor with `capabilities` lacks; none if torch cannot list its features."""
     if not capabilities:
         return []
     return [name for name in needs if name not in ANY and not capabilities.get(ASKED.get(name, name))]
 
 
-def capabilities() -> Mapping[str, Any]:
+def list_capabilities() -> Mapping[str, Any]:
     """Return the features of this processor as torch reports them; empty if it cannot."""
     return dict(torch.cpu.get_capabilities()) if hasattr(torch.cpu, "get_capabilities") else {}
 
@@ -62,7 +62,7 @@ def check_machine(file: Path, manifest: Json, device: torch.device) -> None:
     system, this = f"{manifest['platform']} {manifest['machine']}", f"{sys.platform} {platform.machine()}"
     if system != this:
         raise ArtifactError(f"{file} was compiled for {quote(system)[1:-1]}, and this is {this}")
-    missing = missing_cpu_features(manifest["features"], capabilities())
+    missing = find_missing_features(manifest["features"], list_capabilities())
     if missing:
         raise ArtifactError(
             f"{file} was compiled for a CPU with {quote(', '.join(missing))[1:-1]}, which this one does not have: export it "

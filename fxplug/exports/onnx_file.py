@@ -19,7 +19,7 @@ from ..blocks.base import NAME
 from ..core.errors import DEFAULT, Limits, quote
 from ..core.reading import Raises, get_size, make_reporter, open_regular_file, parse_json
 from ..core.weight_files import parse_onnx, read_onnx_tensor
-from .package_file import Described, ExportManifest, check_manifest, check_places
+from .package_file import ExportManifest, ManifestEntry, check_manifest, check_places
 
 FORMAT = 1
 METADATA, SEAL = "fxplug", "fxplug.sha256"
@@ -33,7 +33,7 @@ def _name(text: str) -> str:
     return text
 
 
-class ExternalData(Described):
+class ExternalData(ManifestEntry):
     """The file of weights beside a model."""
 
     name: Annotated[str, Field(pattern=r"^[^/\\]{1,255}\.data$")]
@@ -58,7 +58,7 @@ class OnnxManifest(ExportManifest):
         return self
 
 
-def sealed(model: bytes) -> bytes:
+def seal(model: bytes) -> bytes:
     """Append the seal to a model's bytes: one more entry of its metadata, which protobuf accepts at the end."""
     return model + _seal(hashlib.sha256(model).hexdigest())
 
@@ -69,7 +69,7 @@ def _seal(digest: str) -> bytes:
     return b"\x72" + bytes([len(entry)]) + entry  # ModelProto.metadata_props
 
 
-def data_name(model: str, digest: str) -> str:
+def make_data_name(model: str, digest: str) -> str:
     """Return the name of a model's weight file: it contains a digest, so that a new file never replaces an old one."""
     return f"{model}.{digest[:16]}.data"
 

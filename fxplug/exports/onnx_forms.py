@@ -16,7 +16,7 @@ SHORT = (torch.int8, torch.int16, torch.int32)
 WRONG = {aten.special_erfcx.default, aten.special_log_ndtr.default}
 
 
-def by_known_operations(program: ExportedProgram) -> ExportedProgram:
+def decompose(program: ExportedProgram) -> ExportedProgram:
     """Return the program with the operations of `FORMS` decomposed; unchanged if it has none, as this traces it all again."""
     if not any(_changes(node) for node in program.graph.nodes):
         return program

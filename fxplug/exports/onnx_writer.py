@@ -26,11 +26,11 @@ from ..core.ir.graph import change
 from ..core.torch_internals.exporting import DEFAULT, OPSETS, find_untranslated, translate
 from ..core.torch_internals.tensors import OpOverload, assert_later
 from ..core.writing import lock_folder, open_new
-from .aoti_writer import _state, hushed, quiet
-from .blockers import CompileRefused, Unfit, refusing
-from .call_signature import Json, Placeholder, describe, encoded
-from .onnx_file import FORMAT, INSTALL, METADATA, data_name, is_data_of, sealed
-from .onnx_forms import WRONG, by_known_operations
+from .aoti_writer import _state, silence_library, silence_torch
+from .blockers import CompileRefused, Unfit, report_refusals
+from .call_signature import Json, Placeholder, describe, encode_value
+from .onnx_file import FORMAT, INSTALL, METADATA, is_data_of, make_data_name, seal
+from .onnx_forms import WRONG, decompose
 
 INLINE = 1 << 30  # bytes of weights that a model holds itself: protobuf ends at 2 GB, and what it holds is read at once
 SMALL = 1024  # bytes of a tensor that stays in the model wherever the weights are: shapes and the like
@@ -142,14 +142,14 @@ def write(
         "inputs": [value.name for value in model.graph.inputs[:inputs]],
         "outputs": [value.name for value in model.graph.outputs],
         "checks": results.said,
-        "signature": {**signature, "result": encoded(results.tree)},
+        "signature": {**signature, "result": encode_value(results.tree)},
         "data": {"name": data, "sha256": digest} if data else None,
         **live,
         **facts,
     }
     model.metadata_props[METADATA] = json.dumps(manifest, sort_keys=True)
     with open_new(file) as sink:
-        sink.write(sealed(_bytes(model)))
+        sink.write(seal(_bytes(model)))
     return notes
 
 
@@ -187,13 +187,13 @@ def _model(program: ExportedProgram, opset: int, place: Callable[[str], str]) ->
     wrong = [node for node in program.graph.nodes if node.target in WRONG]
     if wrong:
         raise Unfit(_lost(_places([(node.target, str(node.meta.get("stack_trace") or "")) for node in wrong], place), opset))
-    with quiet(), torch.no_grad(), refusing():
-        program = by_known_operations(program)
+    with silence_torch(), torch.no_grad(), report_refusals():
+        program = decompose(program)
     try:
-        with quiet(), torch.no_grad(), hushed("onnx_ir"):
+        with silence_torch(), torch.no_grad(), silence_library("onnx_ir"):
             model = translate(program, opset)
     except OnnxExporterError as error:
-        with refusing(), quiet():
+        with report_refusals(), silence_torch():
             lost, reason = find_untranslated(program, opset, error)
         places = _places(lost, place)
         if lost and all(isinstance(target, OpOverload) for target, _ in lost):
@@ -249,7 +249,7 @@ def _make_live(model: Any, tensors: Mapping[str, torch.Tensor], state: Mapping[s
         del initializers[name]
         value.const_value = None
         model.graph.inputs.append(value)
-    with hushed("onnx_ir"):
+    with silence_library("onnx_ir"):
         _shorten(model)
     for name, (value, const) in values.items():
         value.const_value = const
@@ -330,7 +330,7 @@ def _spill(model: Any, file: str) -> tuple[str, str]:
     contents = hashlib.sha256()
     for tensor in tensors:
         contents.update(tensor.tobytes())
-    beside = Path(file).with_name(data_name(Path(file).name, contents.hexdigest()))
+    beside = Path(file).with_name(make_data_name(Path(file).name, contents.hexdigest()))
     unload_from_model(model, beside.parent, beside.name, size_threshold_bytes=SMALL)
     with beside.open("rb") as written:
         os.fsync(written.fileno())

@@ -37,8 +37,8 @@ from ..core.torch_internals.exporting import LOADER
 from ..core.writing import Folder, raise_on_sigterm
 from .call_signature import Json, Signature
 from .machines import check_machine, check_operators, pick_device
-from .package_file import CODE, Packed, check_slots
-from .package_file import banks as _banks
+from .package_file import CODE, PackageFile, check_slots
+from .package_file import make_banks as _banks
 
 TEMPORARY = "fxplug-package-"
 
@@ -235,7 +235,7 @@ def load_package(
     if type(runners) is not int or runners < 1:
         raise FxplugError(f"runners must be a whole number, 1 or more, not {quote(runners)}")
     with _named(file), open_regular_file(file) as handle, raise_on_sigterm():
-        packed = Packed(handle, file, limits)
+        packed = PackageFile(handle, file, limits)
         manifest = packed.manifest
         where = pick_device(file, manifest["device"], device)
         check_machine(file, manifest, where)

@@ -31,7 +31,7 @@ LARGEST = 1 << 62
 Count = Annotated[int, Field(gt=0, lt=LARGEST)]
 
 
-class Described(BaseModel):
+class ManifestEntry(BaseModel):
     """What is read of a described thing: each entry of its own kind, and others left as they are."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -43,7 +43,7 @@ def _parameter(name: str) -> str:
     return name
 
 
-class BankFacts(Described):
+class BankFacts(ManifestEntry):
     """A bank of slots, as `Bank.plainly` describes it."""
 
     model_config = ConfigDict(extra="ignore")
@@ -60,7 +60,7 @@ class BankFacts(Described):
     transposed: bool = False
 
 
-class ExportManifest(Described):
+class ExportManifest(ManifestEntry):
     """What manifests say of an exported module."""
 
     format: int
@@ -104,7 +104,7 @@ def check_manifest(manifest: Any, kind: type[Kind], raises: Raises) -> Json:
         raise raises(f"cannot be read: {what}") from None
 
 
-class Packed:
+class PackageFile:
     """An opened package: its `manifest`, its `tensors` by name, and its code, to be unpacked.
 
     Raises ArtifactError with the file's name for what is damaged or no package.
@@ -163,7 +163,7 @@ def check_places(manifest: Json, tensors: Mapping[str, Any], raises: Raises) -> 
 # --- slots
 
 
-def banks(manifest: Json) -> tuple[dict[str, list[Bank]], dict[str, str]]:
+def make_banks(manifest: Json) -> tuple[dict[str, list[Bank]], dict[str, str]]:
     """Return the slots of a checked manifest, by pass, and the names of their tensors here."""
 
     def bank(entry: Json) -> Bank:

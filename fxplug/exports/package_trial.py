@@ -16,11 +16,11 @@ from ..core.ir.containers import list_leaves
 from ..core.torch_internals.exporting import Condition
 from .blockers import CompileRefused, Unfit
 from .call_signature import Json, Signature
-from .expressions import parsed
-from .machines import capabilities, missing_cpu_features
+from .expressions import parse
+from .machines import find_missing_features, list_capabilities
 from .package import Package
 from .package_file import PackageManifest, check_manifest
-from .size_trial import SizeTrial, call_alone, tensors_of
+from .size_trial import SizeTrial, call_alone, list_tensors
 from .value_trial import try_values
 
 
@@ -42,7 +42,7 @@ def try_package(
     said = json.loads(json.dumps(manifest))  # as it is read from the file
     package = Package(loader, check_manifest(said, PackageManifest, ArtifactError), tensors, device)
     args, kwargs = program.example_inputs
-    gap = measure_difference(tensors_of(call_alone(module, (args, kwargs))), tensors_of(package(*args, **kwargs)), COMPILED)
+    gap = measure_difference(list_tensors(call_alone(module, (args, kwargs))), list_tensors(package(*args, **kwargs)), COMPILED)
     if gap.times > 1:
         raise Unfit(
             f"the package differs from the module by {gap.distance:.1e} on the example inputs; this is a bug of AOTInductor: "
@@ -62,7 +62,7 @@ def _checkable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     notes = []
     for text in texts:
         try:
-            parsed(text)
+            parse(text)
         except FxplugError as error:
             notes.append(f"the package does not check a condition on sizes: {text} ({error})")
         else:
@@ -72,7 +72,7 @@ def _checkable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _untried(manifest: Json, program: ExportedProgram, module: nn.Module) -> str:
     """Return why a package cannot be called here; "" if it can."""
-    if missing := missing_cpu_features(manifest["features"], capabilities()):
+    if missing := find_missing_features(manifest["features"], list_capabilities()):
         return f", as this processor has no {', '.join(missing)}"
     try:
         with torch.random.fork_rng():

@@ -18,7 +18,7 @@ from ..core.ir.containers import list_leaves, map_leaves
 from ..core.torch_internals import modules as pytree
 from ..core.torch_internals.exporting import Condition, compute_size
 from ..core.torch_internals.tensors import get_size_name
-from .blockers import Unfit, refusing
+from .blockers import Unfit, report_refusals
 from .package import ExportedModel
 
 STEPS = (1, 2, 3, 4, 8, 16, 32)  # how far from the example's size is tried, until the file takes one
@@ -39,7 +39,7 @@ def call_alone(module: nn.Module, inputs: Any) -> Any:
     """Return the module's result. Raises Unfit if it changes its own state or its inputs."""
     state = {name: tensor.detach().clone() for name, tensor in module.named_buffers()}
     given = map_leaves(inputs, lambda t, _: t.detach().clone())
-    with torch.no_grad(), refusing():
+    with torch.no_grad(), report_refusals():
         found = functional_call(module, state, *given)
     before = [*dict(module.named_buffers()).items(), *((f"its input {i}", t) for i, t in enumerate(list_leaves(inputs)))]
     for (name, old), new in zip(before, [*state.values(), *list_leaves(given)], strict=True):
@@ -48,7 +48,7 @@ def call_alone(module: nn.Module, inputs: Any) -> Any:
     return found
 
 
-def tensors_of(result: Any) -> list[Tensor]:
+def list_tensors(result: Any) -> list[Tensor]:
     """Return the tensors of a nested result."""
     return [value for value in list_leaves(result) if isinstance(value, Tensor)]
 
@@ -161,7 +161,7 @@ class SizeTrial:
             found = self.file(*args, **kwargs)
         except FxplugError:
             return False
-        return is_close(tensors_of(wanted), tensors_of(found), COMPILED)
+        return is_close(list_tensors(wanted), list_tensors(found), COMPILED)
 
     def _inputs(self, sizes: Sizes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the example's values at these sizes, repeated from the first if there are more."""

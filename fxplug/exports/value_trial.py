@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from ..core.errors import FxplugError
 from ..core.ir.comparison import COMPILED, Difference, measure_difference
 from ..core.ir.containers import list_leaves, map_leaves
-from .size_trial import tensors_of
+from .size_trial import list_tensors
 
 EMBEDDING = torch.ops.aten.embedding.default
 Call = Callable[[Any, Any], Any]  # of arguments and keyword arguments
@@ -28,17 +28,17 @@ def try_values(file: Call, module: Call, program: ExportedProgram, names: Mappin
     found: list[str] = []
     for what, (args, kwargs) in _values(program, names):
         try:
-            wanted = tensors_of(module(args, kwargs))
+            wanted = list_tensors(module(args, kwargs))
         except Exception:  # the module's own
             continue
         try:
-            got = tensors_of(file(args, kwargs))
+            got = list_tensors(file(args, kwargs))
         except FxplugError as error:
             found.append(f"it fails where {what}, and the module does not: {error}")
         else:
             gap = _gap(wanted, got)
             if gap.times > 1:  # what nearly cancels has the rounding of the example's numbers
-                gap = _gap(wanted, got, tensors_of(module(*program.example_inputs)))
+                gap = _gap(wanted, got, list_tensors(module(*program.example_inputs)))
             if gap.times <= 1:
                 continue
             found.append(f"it differs from the module by {gap.distance:.1e} where {what}: do not give it such values")

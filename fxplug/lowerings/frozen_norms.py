@@ -105,7 +105,7 @@ class HeldBuffers:
         return [index for index, (then, now) in enumerate(zip(before, self.versions, strict=True)) if then != now]
 
 
-def frozen_buffers(gm: TracedModule, frozen: Callable[[str], bool]) -> dict[str, Tensor]:
+def find_frozen_buffers(gm: TracedModule, frozen: Callable[[str], bool]) -> dict[str, Tensor]:
     """Return the buffers of the modules that are frozen by a predicate on names of parameters."""
     parts = FrozenParts((name for name, _ in gm.named_parameters(remove_duplicate=False)), frozen)
     return {name: buffer for name, buffer in gm.named_buffers() if parts.is_frozen(_owner_of(name))}

@@ -22,11 +22,11 @@ class KeptBases(nn.Module):
         raise NotImplementedError
 
 
-class Lowering(Derivation[TracedModule]):
+class LoweredForm(Derivation[TracedModule]):
     """That of a module that was lowered in other ways than by `lower`, or changed since; its source is `meta["source"]`."""
 
     def saved_form(self, module: TracedModule) -> TracedModule:
-        made = unlowered(module)
+        made = undo_lowering(module)
         derivation = get_derivation(made)
         return made if derivation is None else derivation.saved_form(made)
 
@@ -35,17 +35,17 @@ class Lowering(Derivation[TracedModule]):
             "this module is lowered: apply passes to the module it was made from, meta['source'], and lower the result"
         )
 
-    def unrepeatable(self) -> Lowering:
-        return Lowering()
+    def unrepeatable(self) -> LoweredForm:
+        return LoweredForm()
 
 
 @with_read_lock
-def unlowered(module: TracedModule) -> TracedModule:
+def undo_lowering(module: TracedModule) -> TracedModule:
     """Return the module that a lowered module was made from, with its current adapters; return another module unchanged."""
     source = module.meta.get("source")
     if not isinstance(source, TracedModule):
         return module
-    source = unlowered(source)
+    source = undo_lowering(source)
     tree = strip_to_container(source)
     tree._modules.update({name: module.get_submodule(name) for name in module.meta.get("banks", [])})
     homes = [part for part in module.modules() if isinstance(part, KeptBases)]
@@ -53,7 +53,7 @@ def unlowered(module: TracedModule) -> TracedModule:
     for path, owner in tree.named_modules():  # tensors of a copy, or of one that was moved, are others than the source's
         for table in (owner._parameters, owner._buffers):
             for key in table:
-                now = tensor_of_source(module, f"{path}.{key}" if path else key)
+                now = find_source_tensor(module, f"{path}.{key}" if path else key)
                 if now is not None:
                     table[key] = bases.get(id(now), now)
     made = source.derived(tree, {mode: copy_graph(graph) for mode, graph in source.graphs.items()})
@@ -61,6 +61,6 @@ def unlowered(module: TracedModule) -> TracedModule:
     return made
 
 
-def tensor_of_source(module: TracedModule, name: str) -> Tensor | None:
+def find_source_tensor(module: TracedModule, name: str) -> Tensor | None:
     """A parameter or buffer of a lowered module by the name that it has in the state dict of its source."""
     return find_tensor(module, module.meta.get("originals", {}).get(name, name))

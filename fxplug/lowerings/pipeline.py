@@ -16,7 +16,7 @@ from ..core.extensions import DERIVATION
 from ..core.ir.traced_module import TracedModule
 from ..core.locks import with_read_lock
 from .linear import forms, fused
-from .lowering import Lowering, unlowered
+from .lowering import LoweredForm, undo_lowering
 from .merging import fold, live
 from .regions import nested
 
@@ -39,7 +39,7 @@ def lower(
     Args:
         gm: The rewritten module.
         merge: None leaves the adapters beside their layers; "fold" or True folds them into copies of the weights for good, as
-            `fold.merge`; "live" folds what is in the slots and again whenever that changes, as `live.live`. "auto" is the
+            `fold.merge`; "live" folds what is in the slots and again whenever that changes, as `live.merge_live`. "auto" is the
             stated default of a module that is served: passes with slots are merged live, unless samples have entries of their
             own now, and the others are folded as far as they are functions of weights.
         fuse: The form in which layers and their updates are joined: the one of a rule for its sizes ("auto"), one for all, or
@@ -60,14 +60,14 @@ def lower(
     merge, fuse, regions = _checked(gm, merge, fuse, outline)
     source = made = gm
     if merge == "auto":
-        source = made = _folded(gm, fold.foldable(gm, [n for n in _names(gm) if n not in fold.slotted(gm)]))
-        slotted = fold.slotted(made)
-        if slotted and not _mixed(made) and len(fold.foldable(made, slotted)) == len(slotted):
+        source = made = _folded(gm, fold.find_foldable(gm, [n for n in _names(gm) if n not in fold.find_slotted(gm)]))
+        slotted = fold.find_slotted(made)
+        if slotted and not _mixed(made) and len(fold.find_foldable(made, slotted)) == len(slotted):
             merge = "live"
     if merge == "fold":
         source = made = _folded(gm, None)
     elif merge == "live":
-        made = live.live(made)
+        made = live.merge_live(made)
     if fuse:
         made = _with_form_notes(made, fused.fuse(made, str(fuse)))
     if regions is not False:
@@ -84,7 +84,7 @@ def lower(
 
 
 @dataclass(frozen=True)
-class RepeatableLowering(Lowering):
+class RepeatableLowering(LoweredForm):
     """That of what `lower` made with these arguments."""
 
     merge: str | None
@@ -92,7 +92,7 @@ class RepeatableLowering(Lowering):
     outline: str | bool | Sequence[str] | None
 
     def rebuild(self, module: TracedModule, change: Callable[[TracedModule], TracedModule]) -> TracedModule:
-        return lower(change(unlowered(module)), merge=self.merge, fuse=self.fuse, outline=self.outline)
+        return lower(change(undo_lowering(module)), merge=self.merge, fuse=self.fuse, outline=self.outline)
 
 
 def _checked(gm: Any, merge: Any, fuse: Any, outline: Any) -> tuple[str | None, str | None, Any]:
@@ -104,7 +104,7 @@ def _checked(gm: Any, merge: Any, fuse: Any, outline: Any) -> tuple[str | None, 
         raise SpecError(f"{finding}; it must be None or one of {', '.join(MERGES)}")
     fuse = "auto" if fuse is True else fuse or None
     if fuse is not None:
-        fuse = forms.form_named(fuse)
+        fuse = forms.find_form(fuse)
     if outline in (None, False):
         return merge, fuse, False
     if outline in (True, "auto"):
@@ -141,8 +141,8 @@ def _with_form_notes(before: TracedModule, made: TracedModule) -> TracedModule:
 def _mixed(gm: TracedModule) -> bool:
     """Return whether samples of a batch use different adapters."""
     try:
-        for name in fold.slotted(gm):
-            fold.uniform(gm, name)
+        for name in fold.find_slotted(gm):
+            fold.get_uniform_gates(gm, name)
     except SpecError:
         return True
     return False
@@ -151,7 +151,7 @@ def _mixed(gm: TracedModule) -> bool:
 # --- what it came to
 
 
-def layer_forms(module: TracedModule) -> dict[str, str]:
+def list_layer_forms(module: TracedModule) -> dict[str, str]:
     """Return the current form of each layer with a block of a pass, by its path."""
     found = {}
     for entry in module.meta.get("passes", []):
@@ -164,7 +164,7 @@ def layer_forms(module: TracedModule) -> dict[str, str]:
 
 def form_table(module: TracedModule) -> str:
     """Format the forms of a module's layers: how many have each, then layer by layer."""
-    rows = layer_forms(module)
+    rows = list_layer_forms(module)
     if not rows:
         return "no layer has a block of a pass\n"
     kinds = Counter(re.sub(r" \([^()]*\)", "", form) for form in rows.values())  # without the names of single products

@@ -11,19 +11,19 @@ from typing import Any
 from ..core.artifacts.artifact import save
 from ..core.cli.verbs import load_saved, read_config, show_progress
 from ..core.errors import SpecError
-from ..core.flow import rewrite, saved_inputs
+from ..core.flow import make_saved_inputs, rewrite
 from ..core.ir.traced_module import TracedModule
-from ..core.models.example_inputs import added_inputs, default_inputs
+from ..core.models.example_inputs import fill_inputs, make_added_inputs
 from ..core.spec.run_config import Config, load_config, resolve
 from ..core.spec.saved_config import read_saved_config
-from .comparison import degrees_of
+from .comparison import get_degrees
 from .costs.plot import save_picture
-from .costs.prediction import fastest_plan, figures_of, format_figures, predict, table
+from .costs.prediction import fastest_plan, format_figures, format_table, get_figures, predict
 from .parallel_pass import ParallelPass
 from .pipelines.entry import in_steps, with_steps
 from .plan import parallel_plan, parallelize
 from .plan_options import AXES
-from .processes import agree, described, is_first
+from .processes import compare_values, describe, is_first
 
 
 def print_predictions(
@@ -32,7 +32,7 @@ def print_predictions(
     """Print what each way costs at each resolution, and save the picture of it. Raises SpecError."""
     if Path(subject).is_dir():
         raise SpecError(f"'{subject}' is a saved rewrite: give --predict its configuration, {subject}/config.yaml")
-    found, speed = figures_of(link, speed)
+    found, speed = get_figures(link, speed)
     config = _unsplit(subject, set)
     rows = []
     for side in pixels:
@@ -42,17 +42,17 @@ def print_predictions(
             rows += predict(result.module, *result.inputs, devices, found, speed, side)
     kinds = {str(p.dtype).removeprefix("torch.") for p in result.module.parameters()}
     print(f"{', '.join(sorted(kinds))}, {format_figures(found, speed)}")
-    print(table(rows))
+    print(format_table(rows))
     if out is not None:
         save_picture(rows, out)
         print(f"saved in {out}")
 
 
-def fastest_degrees(subject: str, devices: int, link: str, speed: float, set: Any, allow: Any) -> dict[str, int]:
+def find_fastest_degrees(subject: str, devices: int, link: str, speed: float, set: Any, allow: Any) -> dict[str, int]:
     """Find the degrees that are predicted to be the fastest for so many processes."""
     if Path(subject).is_dir():
         module = load_saved(subject, set, allow)
-        call = saved_inputs(subject, module)
+        call = make_saved_inputs(subject, module)
     else:
         result = rewrite(_unsplit(subject, set), dry_run=True, verify=False, progress=show_progress)
         module, call = result.module, result.inputs
@@ -106,7 +106,7 @@ def _grown(inputs: Mapping[str, Any], side: int, at: int) -> dict[str, Any]:
 
 def check_plan(module: TracedModule, plan: Any, call: Any, *, on_processes: bool) -> str:
     """Compare simulated processes with one, or also `on_processes`, and say by how much they differ."""
-    return str(agree(module, *call)) if on_processes else f"simulated processes differ from one by {plan.check():.1e}"
+    return str(compare_values(module, *call)) if on_processes else f"simulated processes differ from one by {plan.check():.1e}"
 
 
 def save_in_first(module: TracedModule, out: Path, config: Any) -> None:
@@ -125,23 +125,23 @@ def plan_model(subject: str, ways: Mapping[str, int], dry: bool, set: list[str] 
     result = rewrite(config, dry_run=dry, verify=False, progress=show_progress)
     saved = None
     if not dry:
-        inputs = {**default_inputs(config, result.base, result.inputs), **added_inputs(config, result.module)[1]}
+        inputs = {**fill_inputs(config, result.base, result.inputs), **make_added_inputs(config, result.module)[1]}
         saved = {**resolve(config), "inputs": inputs}
     said = result.plan or (result.stepped and result.stepped.extra_repr()) or "one process: all degrees are 1"
     return result.module, said, result.inputs, saved
 
 
 def _of_folder(subject: str, module: TracedModule, ways: Mapping[str, int]) -> Any:
-    call, config = saved_inputs(subject, module), read_saved_config(subject)
+    call, config = make_saved_inputs(subject, module), read_saved_config(subject)
     said = module.meta.get("stepped", {})
-    there = {axis: n for axis, n in (*degrees_of(module).items(), *said.items()) if axis in (*AXES, "ways") and n > 1}
+    there = {axis: n for axis, n in (*get_degrees(module).items(), *said.items()) if axis in (*AXES, "ways") and n > 1}
     if there:
         if ways and dict(ways) != there:
             text = ",".join(f"{axis}={n}" for axis, n in there.items())
             raise SpecError(f"'{subject}' is parallel already, with --ways {text}: start from what it was made from")
         if said:
             return module, in_steps(module, *call, check=False).extra_repr(), call, config
-        return module, described(module, *call), call, config
+        return module, describe(module, *call), call, config
     if not ways:
         raise SpecError(f"'{subject}' is not parallel: give --ways ulysses=2, for example")
     config = {**(config or {}), "passes": [*(config or {}).get("passes", []), *passes_of(ways)]}

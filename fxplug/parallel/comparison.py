@@ -28,18 +28,18 @@ from ..core.ir.containers import list_leaves
 from ..core.ir.traced_module import TracedModule, strip_to_container
 from ..core.rewriter.probe import GraphRun
 from ..core.verifier import Subject, is_split, need_values
-from .planning.trials import EMPTY, name_of
-from .planning.walk import bound
+from .planning.trials import EMPTY, get_name
+from .planning.walk import bind
 from .runtime.collectives import AllReduce, Broadcast, Collective
 from .runtime.mesh import MeshPosition
-from .runtime.pretended import PRETENDED, pretended
+from .runtime.pretended import PRETENDED, run_simulated
 from .runtime.shares import Once
-from .stage import in_one_mode, single_process_position
+from .stage import hold_mode, make_single_position
 
 DRAWING = threading.Lock()
 
 
-def degrees_of(module: nn.Module) -> dict[str, int]:
+def get_degrees(module: nn.Module) -> dict[str, int]:
     """Return the number of processes along each axis that a module is written for; empty for one that is not parallel."""
     return next((dict(m.ways) for m in module.modules() if isinstance(m, Collective)), {})
 
@@ -49,10 +49,10 @@ def check_subject(subject: Subject) -> str:
     before."""
     gm, new, call = subject.gm, subject.new, subject.call
     need_values(new, call)
-    ways = degrees_of(new)
+    ways = get_degrees(new)
     found = f"{math.prod(ways.values())} simulated processes differ from one by {check_pretended(new, *call):.1e}"
     others = [entry for entry in subject.entries if not is_split(new, entry["name"])]
-    if not degrees_of(gm) and all(entry["neutral"] for entry in others):
+    if not get_degrees(gm) and all(entry["neutral"] for entry in others):
         found += f", and one from the module before by {check_before(gm, new, *call):.1e}"
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() == math.prod(ways.values()):
         found += f"; real ones from simulated ones by {check_real(new, *call):.1e}"
@@ -90,7 +90,7 @@ def check_before(gm: TracedModule, new: TracedModule, args: Sequence[Any], kwarg
     Raises VerifyError if it is more than rounding in its dtype allows.
     """
     mode = False if False in gm.graphs else gm._graph_mode
-    with pretending(single_process_position()):
+    with simulate_rank(make_single_position()):
         found = _result(new, mode, args, kwargs)
     worst = _result(gm, mode, args, kwargs).difference(found, RESULT)
     if worst.times > 1:
@@ -122,7 +122,7 @@ def check_real(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 @contextlib.contextmanager
-def pretending(world: MeshPosition) -> Iterator[None]:
+def simulate_rank(world: MeshPosition) -> Iterator[None]:
     """Call modules as the process at a position of the mesh, in this thread."""
     token = PRETENDED.set(world)
     try:
@@ -135,10 +135,10 @@ def _results(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -
     """Return the result of one process, and those of the simulated ones; with `keep` their states are the values of all
     nodes."""
     try:
-        with pretending(single_process_position()):
+        with simulate_rank(make_single_position()):
             one = _result(gm, mode, args, kwargs, keep)
-        with in_one_mode(mode, gm):
-            return one, pretended(degrees_of(gm), lambda rank: _run(gm, mode, args, kwargs, keep))
+        with hold_mode(mode, gm):
+            return one, run_simulated(get_degrees(gm), lambda rank: _run(gm, mode, args, kwargs, keep))
     except Exception as error:  # what an operation makes of wrong parts may be anything
         where = ", ".join(["", *getattr(error, "__notes__", [])[:1]])
         raise VerifyError(
@@ -148,7 +148,7 @@ def _results(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -
 
 def _result(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool = False) -> Outcome:
     """Return the result of a graph in this real or simulated process; the module's state is restored."""
-    with in_one_mode(mode, gm):
+    with hold_mode(mode, gm):
         return _run(gm, mode, args, kwargs, keep)
 
 
@@ -159,7 +159,7 @@ def _run(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> Ou
             module._buffers[name] = None if buffer is None else buffer.detach().clone()
 
     with torch.no_grad():
-        run = GraphRun(tree, gm.graphs[mode], copy_inputs(bound(gm, args, kwargs)), keep=False)
+        run = GraphRun(tree, gm.graphs[mode], copy_inputs(bind(gm, args, kwargs)), keep=False)
         for node in run.graph.nodes:
             if any(_calls(gm, user, Broadcast) for user in node.users) and not _calls(gm, node, Broadcast):
                 with DRAWING, torch.random.fork_rng(devices=[]):  # the threads share the generators
@@ -167,7 +167,7 @@ def _run(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> Ou
                     value = run.step(node)
             else:
                 value = run.step(node)
-            if name_of(node) in EMPTY:  # what is not written yet is the same everywhere
+            if get_name(node) in EMPTY:  # what is not written yet is the same everywhere
                 value.zero_()
             tensors = [leaf for leaf in list_leaves(value) if isinstance(leaf, Tensor)]
             found.dtypes.update(tensor.dtype for tensor in tensors if tensor.is_floating_point())

@@ -13,7 +13,7 @@ from ..core.errors import SpecError
 from ..core.ir.traced_module import TracedModule
 from .runtime.checksums import PARTS
 from .runtime.collectives import Collective, Gather
-from .runtime.mesh import world_of
+from .runtime.mesh import find_position
 from .runtime.shares import Part
 
 
@@ -38,7 +38,7 @@ def localize(gm: TracedModule, mesh: DeviceMesh | None = None) -> TracedModule:
     collectives = [module for module in gm.modules() if isinstance(module, Collective)] if isinstance(gm, nn.Module) else []
     if not collectives:
         raise SpecError("localize takes a parallel module: fxplug.parallelize(gm, plan) makes one")
-    world = world_of(collectives[0].ways, mesh)
+    world = find_position(collectives[0].ways, mesh)
     for module in collectives:
         module.world = world
     kept = list(gm.meta.get(PARTS, []))

@@ -19,18 +19,18 @@ from ..core.ir.containers import make_call
 from ..core.ir.graph import Graph, copy_graph
 from ..core.ir.traced_module import TracedModule, copy_graphs, strip_to_container
 from ..core.rewriter.probe import GraphRun
-from .comparison import check_pretended, pretending
+from .comparison import check_pretended, simulate_rank
 from .local_weights import localize
 from .planning import features
 from .planning.sharding_plan import ShardingPlan, Unsplittable
 from .planning.trials import Memory
-from .planning.walk import bound
-from .runtime.checksums import PARTS, mark_of
-from .runtime.collectives import Collective, traffic
-from .runtime.layouts import counts
-from .runtime.mesh import SEQUENCE, all_degrees, format_degrees, world_of
-from .runtime.pretended import placed
-from .stage import Stage, check_sizes, in_both_modes, in_one_mode, place, plan_axis, write_axis
+from .planning.walk import bind
+from .runtime.checksums import PARTS, make_mark
+from .runtime.collectives import Collective, record_traffic
+from .runtime.layouts import count_all
+from .runtime.mesh import SEQUENCE, fill_degrees, find_position, format_degrees
+from .runtime.pretended import make_position
+from .stage import Stage, check_sizes, give_both_modes, hold_mode, place, plan_axis, write_axis
 
 PACKED = (
     *(nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
@@ -77,8 +77,8 @@ class Plan:
             A row of node, calls and bytes for each.
         """
         if rank not in self.costs:
-            with pretending(placed(self.ways, rank)):
-                self.costs[rank] = costs(self.written, self.mode, *self.example)
+            with simulate_rank(make_position(self.ways, rank)):
+                self.costs[rank] = list_node_costs(self.written, self.mode, *self.example)
         return self.costs[rank]
 
     def bytes(self, rank: int = 0) -> int:
@@ -110,7 +110,7 @@ class Plan:
         Returns:
             Whether it is of this plan.
         """
-        return not module.meta.get(PARTS) and mark_of(module) == mark_of(self.written)
+        return not module.meta.get(PARTS) and make_mark(module) == make_mark(self.written)
 
     def unsplit(self, module: TracedModule) -> TracedModule:
         """Make what was split of a module that `is_of` this plan, on the weights and with the adapters that it has now.
@@ -169,7 +169,7 @@ class Plan:
             found = stage.found
             lines.append(f"{stage.name}: {found.share():.1%} of the work is split")
             for index, (node, dim) in enumerate(found.origins):
-                parts = counts([found.sizes[index]], placed(self.ways, 0).sizes[stage.axis])
+                parts = count_all([found.sizes[index]], make_position(self.ways, 0).sizes[stage.axis])
                 lines.append(f"  stream {index}: {found.sizes[index]} from '{node.name}', dimension {dim}, in parts of {parts}")
             made = (node.meta.get("pass", {}) for node in self.written.graph.nodes)
             kinds = Counter(m["block"] for m in made if m.get("name") == stage.name and m["block"])
@@ -232,9 +232,9 @@ def parallel_plan(
         raise SpecError(f"parallel_plan takes a traced module, not {type(gm).__name__}: trace the model first")
     if any(isinstance(module, Collective) for module in gm.modules()):
         raise SpecError("this module is parallel already: make one plan with all degrees for the module that it was made from")
-    ways = all_degrees({"ulysses": ulysses, "ring": ring, "batch": batch, "tensor": tensor, "rows": rows})
+    ways = fill_degrees({"ulysses": ulysses, "ring": ring, "batch": batch, "tensor": tensor, "rows": rows})
     call = make_call(args, kwargs)
-    gm = in_both_modes(gm) if math.prod(ways.values()) > 1 else gm
+    gm = give_both_modes(gm) if math.prod(ways.values()) > 1 else gm
     modes = sorted(gm.graphs, key=lambda mode: mode != gm._graph_mode)
     try:
         return _plan(gm, modes, call, ways, split, check)
@@ -249,7 +249,7 @@ class _Twin(Exception):
 
 
 def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], split: Any, check: bool) -> Plan:
-    plan, (args, kwargs) = Plan(ways, [], mark_of(gm), modes[0], gm, call, split, copy_graphs(gm)), call
+    plan, (args, kwargs) = Plan(ways, [], make_mark(gm), modes[0], gm, call, split, copy_graphs(gm)), call
     every = {**ways, SEQUENCE: ways["ulysses"] * ways["ring"]}
     for axis in ("batch", "rows", SEQUENCE, "tensor"):
         number = every[axis]
@@ -260,7 +260,7 @@ def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], 
         memory = Memory()  # what operations do is the same in both modes
         for mode in modes:
             try:
-                with in_one_mode(mode, plan.written):
+                with hold_mode(mode, plan.written):
                     if axis == "tensor":
                         other = next(iter(found.values()), None)
                         opens, found[mode] = features.find(plan.written, mode, call, number, opens, other, memory)
@@ -319,7 +319,7 @@ def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) ->
     """
     gm = _written(gm, plan)
     if mesh is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        place(gm, world_of(plan.ways, mesh))
+        place(gm, find_position(plan.ways, mesh))
         if plan.ways["tensor"] > 1:
             localize(gm, mesh)
     else:
@@ -328,8 +328,8 @@ def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) ->
 
 
 def _written(gm: TracedModule, plan: Plan) -> TracedModule:
-    gm = in_both_modes(gm) if plan.stages else gm
-    if plan.mark != mark_of(gm):
+    gm = give_both_modes(gm) if plan.stages else gm
+    if plan.mark != make_mark(gm):
         raise SpecError("the plan is for another graph: make one for this module, after all passes are applied")
     for stage in plan.stages:
         gm = write_axis(gm, stage, plan.ways)
@@ -346,19 +346,19 @@ def list_costs(rows: Sequence[tuple[str, int, int]]) -> list[str]:
     return [f"{calls} collectives of process 0 send {size:,} bytes a call:", *lines]
 
 
-def costs(gm: TracedModule, mode: bool, args: Any, kwargs: Any) -> list[tuple[str, int, int]]:
+def list_node_costs(gm: TracedModule, mode: bool, args: Any, kwargs: Any) -> list[tuple[str, int, int]]:
     """Return node, calls and bytes sent of each collective in a call, in this real or simulated process."""
-    with torch.no_grad(), in_one_mode(mode, gm):
-        rows = sent_by_nodes(gm, gm.graphs[mode], copy_inputs(bound(gm, args, kwargs)))
+    with torch.no_grad(), hold_mode(mode, gm):
+        rows = list_senders(gm, gm.graphs[mode], copy_inputs(bind(gm, args, kwargs)))
     return [(node.name, len(numbers), sum(numbers)) for node, numbers in rows]
 
 
-def sent_by_nodes(tree: nn.Module, graph: fx.Graph, inputs: Sequence[Any]) -> list[tuple[fx.Node, list[int]]]:
+def list_senders(tree: nn.Module, graph: fx.Graph, inputs: Sequence[Any]) -> list[tuple[fx.Node, list[int]]]:
     """Return the nodes of a graph that send, with the bytes of each of their collectives."""
     found = []
     run = GraphRun(tree, graph, inputs, keep=False)
     for node in graph.nodes:
-        with traffic() as numbers:
+        with record_traffic() as numbers:
             run.step(node)
         if numbers:
             found.append((node, list(numbers)))

@@ -21,10 +21,10 @@ from ..core.artifacts.artifact import check_savable, load, save
 from ..core.errors import FxplugError, SpecError, VerifyError
 from ..core.ir.traced_module import TracedModule
 from ..core.verifier import as_first_rank
-from .comparison import check_pretended, check_real, degrees_of
+from .comparison import check_pretended, check_real, get_degrees
 from .pipelines.entry import in_steps
-from .plan import costs, list_costs
-from .runtime.mesh import format_degrees, world_of
+from .plan import list_costs, list_node_costs
+from .runtime.mesh import find_position, format_degrees
 from .stage import place
 
 PATIENCE = timedelta(minutes=10)  # for a process that is started for a check, in one collective
@@ -35,7 +35,7 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def agree(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def compare_values(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Compare every value of a parallel module on simulated processes with one process, and on real ones with those.
 
     Under torchrun the real processes are all of its own; else gloo processes are started on this machine. For a module that
@@ -44,7 +44,7 @@ def agree(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     """
     if said := module.meta.get("stepped"):
         return _agree_in_steps(module, args, kwargs, (said.get("stages") or said["ways"]) * said.get("batch", 1))
-    ways = degrees_of(module)
+    ways = get_degrees(module)
     count = math.prod(ways.values())
     if count <= 1:
         return "one process: nothing to compare"
@@ -52,7 +52,7 @@ def agree(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         apart = check_pretended(module, args, kwargs, every=True)
         return _exit_message(count, apart, spawned(module, args, kwargs, count))
     with process_group(module):
-        place(module, world_of(ways))
+        place(module, find_position(ways))
         told: list[Any] = [None]
         if is_first():
             try:
@@ -145,7 +145,7 @@ def _process(rank: int, count: int, name: str, allow: list[str], training: bool)
         dist.destroy_process_group()
 
 
-def measured() -> tuple[tuple[float, float], float]:
+def measure() -> tuple[tuple[float, float], float]:
     """Measure bytes per second and seconds per call between torchrun's processes, and teraFLOP per second of one of them.
 
     From all-to-all of 64 MB and of a few bytes, and a product in float32, each the fastest of five. Raises SpecError for one
@@ -185,8 +185,8 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def described(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def describe(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Describe the communication of a parallel module without its plan: degrees, and each collective of the first process."""
     with as_first_rank(module):
-        rows = costs(module, module._graph_mode, args, kwargs)
-    return "\n".join([format_degrees(degrees_of(module)), *list_costs(rows)])
+        rows = list_node_costs(module, module._graph_mode, args, kwargs)
+    return "\n".join([format_degrees(get_degrees(module)), *list_costs(rows)])

@@ -16,14 +16,14 @@ from ..core.ir.traced_module import TracedModule, strip_to_container
 from ..core.rewriter.graft import Traces
 from ..core.rewriter.neutrality import _knows_mode
 from .planning import rows, token_origins
-from .planning.opened_layers import opened
-from .planning.planner import planned, replan
-from .planning.sharding_plan import ShardingPlan, Unsplittable, node_label
+from .planning.opened_layers import open_layers
+from .planning.planner import make_plan, replan
+from .planning.sharding_plan import ShardingPlan, Unsplittable
 from .planning.trials import Memory, ShardTrials
-from .planning.walk import Walk, bound, restore_state, walk
+from .planning.walk import Walk, bind, make_label, restore_state, walk
 from .runtime.collectives import Collective
-from .runtime.mesh import SEQUENCE, MeshPosition, all_degrees
-from .runtime.pretended import placed
+from .runtime.mesh import SEQUENCE, MeshPosition, fill_degrees
+from .runtime.pretended import make_position
 from .writing import PlanWriter
 
 NAMES = {
@@ -54,7 +54,7 @@ def plan_axis(
 ) -> ShardingPlan:  # fmt: skip
     """Return the plan of one graph along one axis, with the starts of the plan `before`, of the other mode, if possible."""
     graph = gm.graphs[mode]
-    walked, names = walk(gm, graph, bound(gm, *call)), {node.name for node in graph.nodes}
+    walked, names = walk(gm, graph, bind(gm, *call)), {node.name for node in graph.nodes}
     for other in before.values():
         if all(node.name in names for node in other.starts):
             with contextlib.suppress(Unsplittable):
@@ -70,29 +70,29 @@ def _plan_graph(
     axis, ways = along
     first, *others = (ShardTrials(gm, seed, axis == "rows", memory) for seed in range(3))
     if axis == "rows":
-        found = rows.best(first, walked, named_starts(graph, split) if split else None)
+        found = rows.find_best(first, walked, named_starts(graph, split) if split else None)
     elif axis == "batch" or split:
-        given = token_origins.samples(walked) if split is None else named_starts(graph, split)
-        found = planned(walked, first, given, one=axis == "batch")
+        given = token_origins.find_samples(walked) if split is None else named_starts(graph, split)
+        found = make_plan(walked, first, given, one=axis == "batch")
     else:
-        found = token_origins.best(first, walked, ways)
+        found = token_origins.find_best(first, walked, ways)
     if axis == "rows":
         rows.check_at_other_rows(found, others)
     else:
         replan(found, others[0])
     if found.share() == 0:
-        raise Unsplittable(next((f"{node_label(n)}: {why}" for n, why in found.why.items()), "no operation can be split"))
+        raise Unsplittable(next((f"{make_label(n)}: {why}" for n, why in found.why.items()), "no operation can be split"))
     return found
 
 
 @contextlib.contextmanager
-def in_one_mode(mode: bool, gm: TracedModule) -> Iterator[None]:
+def hold_mode(mode: bool, gm: TracedModule) -> Iterator[None]:
     """Switch to one mode inside the context, for a model with a graph for each, and restore its state after it."""
     with restore_state(gm), switch_mode(mode, gm) if len(gm.graphs) == 2 else contextlib.nullcontext():
         yield
 
 
-def in_both_modes(gm: TracedModule) -> TracedModule:
+def give_both_modes(gm: TracedModule) -> TracedModule:
     """Return the module with a graph for each mode, if one graph served both and its layers differ in training."""
     if len(gm.graphs) == 2 or gm.twin_error or not _knows_mode(gm):
         return gm
@@ -128,7 +128,7 @@ def write_axis(gm: TracedModule, stage: Stage, ways: Mapping[str, int], traces: 
     """
     if stage.name in dict(gm.named_children()):
         raise SpecError(f"the model has a module '{stage.name}' of its own")
-    gm = opened(gm, stage.opens, traces=traces) if stage.opens else gm
+    gm = open_layers(gm, stage.opens, traces=traces) if stage.opens else gm
     tree = strip_to_container(gm)
     graphs: dict[bool, Graph] = {}
     for mode, found in stage.modes.items():
@@ -136,13 +136,13 @@ def write_axis(gm: TracedModule, stage: Stage, ways: Mapping[str, int], traces: 
         writer = PlanWriter(graphs[mode], tree, found, stage.name, ways, stage.axis)
         writer.run()
     sites = writer.sites
-    row = entry(stage.name, {k: n for k, n in ways.items() if n > 1}, sites)
+    row = make_entry(stage.name, {k: n for k, n in ways.items() if n > 1}, sites)
     new = gm.derived(tree, graphs, passes=[*gm.meta.get("passes", []), row])
-    place(new, single_process_position())
+    place(new, make_single_position())
     return new
 
 
-def entry(name: str, params: Mapping[str, Any], sites: Sequence[Any], neutral: bool = False) -> dict[str, Any]:
+def make_entry(name: str, params: Mapping[str, Any], sites: Sequence[Any], neutral: bool = False) -> dict[str, Any]:
     """Return the entry of a parallel pass for a module's `meta["passes"]`."""
     return {
         "name": name, "about": "", "params": dict(params), "lr": None, "weight_decay": None, "train": False,
@@ -159,6 +159,6 @@ def place(gm: nn.Module, world: MeshPosition | None) -> None:
                 module.world = world
 
 
-def single_process_position() -> MeshPosition:
+def make_single_position() -> MeshPosition:
     """Return the position of a single process."""
-    return placed(all_degrees({}), 0)
+    return make_position(fill_degrees({}), 0)

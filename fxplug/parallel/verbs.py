@@ -62,7 +62,7 @@ def parallel(
         commands.print_predictions(subject, *sizes, link, speed, at, out, set)
         return
     if ways.strip() == "auto":
-        given = commands.fastest_degrees(subject, _count(devices), link, speed, set, allow)
+        given = commands.find_fastest_degrees(subject, _count(devices), link, speed, set, allow)
     if "patches" in given and "stages" not in given:
         raise SpecError("--ways patches=... needs stages: write stages=2,patches=4")
     module, plan, call, config = commands.plan_model(subject, given, plan_only, set, allow)

@@ -17,7 +17,7 @@ from ..core.rewriter.sites import list_nodes
 from ..core.spec.addresses import make_identifier
 from .planning.sharding_plan import ShardingPlan
 from .planning.streams import ArgumentSplit, Leaf, Placement, StreamNumber
-from .planning.trials import name_of, normed, numbered
+from .planning.trials import get_name, get_norm_arguments, map_numbered
 from .runtime.attention import Attention
 from .runtime.collectives import AllReduce, Broadcast, Collective, Gather, GlobalSize, Numel, Split
 from .runtime.halos import Cut, Extent, Fetch, RowScale
@@ -195,7 +195,7 @@ class PlanWriter:
                     self.made[key] = self.call(Count, (self.axis,), value, runs[position], before=twin, like=twin)
                 return self.made[key]
 
-            args, kwargs = numbered((twin.args, twin.kwargs), argument)
+            args, kwargs = map_numbered((twin.args, twin.kwargs), argument)
             change(twin, args=args, kwargs=kwargs)
         if step.add or step.same:
             after = max([twin, *list_nodes([self.size(stream) for stream in step.mean])])
@@ -326,12 +326,12 @@ class PlanWriter:
 
     def feature_norm(self, node: fx.Node, twin: fx.Node, table: Mapping[fx.Node, Any]) -> None:
         """Replace a node by a norm with the statistics of all processes' features."""
-        given, leaf = normed(node), self.found.place(node)
+        given, leaf = get_norm_arguments(node), self.found.place(node)
         assert given is not None and leaf is not None
         parts = [self.node(given[key]) for key in ("input", "weight", "bias") if given[key] is not None]
         values = [table.get(value, value) for value in parts]
         values += [None] * (3 - len(values))  # a bias comes with a weight
-        settings = self.axis, "layer" in name_of(twin), given["eps"]
+        settings = self.axis, "layer" in get_name(twin), given["eps"]
         sizes = tuple(self.size(stream) for stream in leaf.layout.streams)
         self.in_place(twin, FeatureNorm, settings, (*values, *sizes))
 

@@ -41,7 +41,7 @@ def encode_condition(pipe: Any, observation: Observation, **arguments: Any) -> C
 
 
 @dataclass(frozen=True)
-class Batching:
+class BatchDims:
     """Which parts of a denoiser's call belong to samples.
 
     `dims` has the dimension of samples of each tensor that has one, by its path, and `lists` the arguments that are lists with
@@ -83,7 +83,7 @@ class Batching:
         return joined
 
 
-def find_batching(pipe: Any, observation: Observation, **arguments: Any) -> Batching:
+def find_batching(pipe: Any, observation: Observation, **arguments: Any) -> BatchDims:
     """Find which parts of the denoiser's call have samples, by calling the pipeline for one sample and for two.
 
     Two are asked for by a prompt that is there twice, and where the pipeline does not take that beside its pictures, by the
@@ -133,7 +133,7 @@ def find_batching(pipe: Any, observation: Observation, **arguments: Any) -> Batc
             finding = f"{pytree.keystr(path)} is {list(first.shape)} for one prompt, and {list(second.shape)} for two"
             raise SpecError(f"condition of {type(pipe).__name__}: {finding}", path=("model",))
         dims[path] = growing[0]
-    return Batching(dims, frozenset(lists))
+    return BatchDims(dims, frozenset(lists))
 
 
 def _list_double_arguments(pipe: Any, observation: Observation, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:

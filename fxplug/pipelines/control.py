@@ -79,11 +79,11 @@ def _hand(call: dict[str, Any], several: bool) -> list[torch.Tensor]:
     return [call["sample"], time.reshape(-1), call["encoder_hidden_states"], *pictures, *numbers, *more]
 
 
-def joined(unet: nn.Module, network: nn.Module) -> nn.Module:
+def join(unet: nn.Module, network: nn.Module) -> nn.Module:
     """Join a UNet of diffusers and its network into one model, on their own children and weights. Raises TraceError."""
     if isinstance(unet, TracedModule) or isinstance(network, TracedModule):
         raise TraceError("join: the UNet or its ControlNet is traced already: trace those of diffusers, then apply passes")
-    settings(network)
+    read_settings(network)
     kind = type(unet)
     signature = inspect.signature(kind.forward)
     if not {DOWN, MIDDLE} <= signature.parameters.keys():
@@ -103,7 +103,7 @@ def joined(unet: nn.Module, network: nn.Module) -> nn.Module:
 # --- what stands for the network
 
 
-def settings(network: nn.Module) -> dict[str, Any]:
+def read_settings(network: nn.Module) -> dict[str, Any]:
     """Return whether there are several networks, and the settings of each. Raises TraceError for what is no ControlNet."""
     from diffusers import ControlNetModel, MultiControlNetModel
 
@@ -154,10 +154,10 @@ def controlnet_of(module: TracedModule) -> Any:
         way = f"that of the pass '{own[0]}' {bound}" if own else "it has none"
         make = "trace_pipeline(pipe, ..., join=True) makes one"
         raise SpecError(f"controlnet_of: the graph has no ControlNet of a pipeline ({way}); {make}")
-    return stand_in(found["several"], found["configs"], module.dtype, module.device)
+    return make_stub(found["several"], found["configs"], module.dtype, module.device)
 
 
-def stand_in(several: bool, configs: list[Any], dtype: torch.dtype, device: Any) -> Any:
+def make_stub(several: bool, configs: list[Any], dtype: torch.dtype, device: Any) -> Any:
     """Make the stub of `controlnet_of` from its settings."""
     from diffusers import ControlNetModel, MultiControlNetModel
 
@@ -187,6 +187,6 @@ def load_part(folder: str | os.PathLike[str], **options: Any) -> Any:
     with open_regular_file(file, LIMIT) as stream:
         try:
             found = json.loads(stream.read())
-            return stand_in(bool(found["several"]), list(found["configs"]), torch.float32, "cpu")
+            return make_stub(bool(found["several"]), list(found["configs"]), torch.float32, "cpu")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(f"{file} has no settings for ControlNets: {error}") from None

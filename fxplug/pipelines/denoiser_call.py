@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.errors import SpecError, format_fields
 from ..core.torch_internals import trees as pytree
-from .conditions import Batching, Call, encode_condition, find_batching
+from .conditions import BatchDims, Call, encode_condition, find_batching
 from .latent_maps import BatchedMap, flatten_tensors
 from .observation import Observation
 
@@ -49,7 +49,7 @@ class DenoiserCall:
     """
 
     def __init__(
-        self, pipe: Any, observation: Observation, batching: Batching, device: torch.device, example: Call | None = None
+        self, pipe: Any, observation: Observation, batching: BatchDims, device: torch.device, example: Call | None = None
     ) -> None:
         """Read the maps; `example` is a call in the dtypes that the pipeline has, where it was observed in others. Raises
         SpecError for latents, a time or an output that a batch cannot have."""
@@ -183,7 +183,7 @@ class DenoiserCall:
         return self.to_decoder.arranged_back(decoded).reshape(len(decoded), *self.shape)
 
 
-def denoiser_call(pipe: Any, observation: Observation, device: torch.device, **arguments: Any) -> DenoiserCall:
+def make_denoiser_call(pipe: Any, observation: Observation, device: torch.device, **arguments: Any) -> DenoiserCall:
     """Make the `DenoiserCall` of a pipeline.
 
     Args:
@@ -218,7 +218,7 @@ def example_call(pipe: Any, observation: Observation, count: int = 2, **argument
         SpecError: Batches are not possible.
     """
     device = next((leaf.device for leaf in pytree.tree_leaves(observation.condition) if isinstance(leaf, Tensor)), None)
-    made = denoiser_call(pipe, observation, device or torch.device("cpu"), **arguments)
+    made = make_denoiser_call(pipe, observation, device or torch.device("cpu"), **arguments)
     condition = made.encode(**arguments)
     dtype = next(leaf.dtype for leaf in pytree.tree_leaves(made.like) if isinstance(leaf, Tensor))
     x = torch.randn(count, *made.shape, generator=torch.Generator().manual_seed(0)).to(made.device, dtype)

@@ -13,8 +13,8 @@ from torch import nn
 
 from ..core.errors import SpecError, did_you_mean, quote
 from ..core.ir.containers import list_leaves, map_leaves
-from .opening import call_parameters, is_modular, quiet, quoted
-from .tracing import first_calls
+from .opening import call_parameters, is_modular, quote_error, silence_libraries
+from .tracing import record_first_calls
 
 PROMPT = "a photo"  # where a call says nothing
 SIDES = ("height", "width")
@@ -48,8 +48,8 @@ class ExampleCall:
         that call. Raises SpecError for a part that is not called, and whatever the pipeline raises."""
         call = {name: copy.copy(value) for name, value in {**self.arguments, **changes}.items()}  # some write into lists
         texts = {name: [value] * count for name, value in call.items() if _is_text(name, value) and count > 1}
-        with quiet():
-            found = first_calls(self.pipe, {self.part: self.pipe.components[self.part]}, (), {**call, **texts}, True)
+        with silence_libraries():
+            found = record_first_calls(self.pipe, {self.part: self.pipe.components[self.part]}, (), {**call, **texts}, True)
         if self.part not in found:
             finding = f"this call of {type(self.pipe).__name__} does not call '{self.part}'"
             raise SpecError(f"{finding}: give 'call' arguments with which it does, or another 'part'", path=("model", "part"))
@@ -122,7 +122,7 @@ class ExampleCall:
         """Return the error for a call that the pipeline refuses: with the argument that it is, and the sizes that it takes."""
         kind = type(self.pipe).__name__
         said = ", ".join(f"{name}={quote(value, 40)}" for name, value in self.arguments.items())
-        finding = f"{kind} cannot be called with {said}: {quoted(error)}"
+        finding = f"{kind} cannot be called with {said}: {quote_error(error)}"
         sides = [side for name in SIDES if isinstance(side := self.arguments.get(name), int)]
         taken = self._accepted(max(sides)) if sides else []
         if len(taken) == 2 and any(side % (step := taken[1] - taken[0]) for side in sides):
@@ -131,7 +131,7 @@ class ExampleCall:
         for name, value in self.arguments.items():
             rest = {key: other for key, other in self.arguments.items() if key != name}
             if name != "prompt" and replace(self, arguments=rest)._sizes({}) is not None:
-                finding = f"{kind} cannot take {quote(value, 40)} as '{name}': {quoted(error)}"
+                finding = f"{kind} cannot take {quote(value, 40)} as '{name}': {quote_error(error)}"
                 return SpecError(finding, path=self.where if name in SIDES else ("model", "call", name))
         return SpecError(finding, path=("model", "call"))
 
@@ -158,7 +158,7 @@ class ExampleCall:
         """Return the height or width that the pipeline really draws."""
         steps = {"num_inference_steps": 2} if "num_inference_steps" in self.names else {}
         kind = {"output_type": "pt"} if "output_type" in self.names else {}
-        with quiet(), torch.no_grad():
+        with silence_libraries(), torch.no_grad():
             made = self.pipe(**{**self.arguments, **steps, **kind})
         results = [made.get(key) for key in RESULTS] if is_modular(self.pipe) else list(made.values())
         picture = next((leaf for leaf in list_leaves(results) if isinstance(leaf, torch.Tensor)), None)
@@ -192,7 +192,7 @@ def call_arguments(pipe: Any, given: Mapping[str, Any], size: tuple[int, int] | 
 
 
 @contextlib.contextmanager
-def encoding_once(pipe: Any) -> Iterator[None]:
+def encode_once(pipe: Any) -> Iterator[None]:
     """Let the pipeline encode each text once inside, where it does so in a method of that name: encoders are large."""
     encode, kept = getattr(pipe, "encode_prompt", None), dict[str, Any]()
     if encode is None or "encode_prompt" in vars(pipe):

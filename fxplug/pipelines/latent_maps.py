@@ -163,7 +163,7 @@ def unflatten_tensors(flat: Tensor, like: Any) -> Any:
     return pytree.tree_map_only(Tensor, take, like)
 
 
-def codes(size: int) -> Mapping[str, Callable[[Tensor], Tensor]]:
+def make_codes(size: int) -> Mapping[str, Callable[[Tensor], Tensor]]:
     """Return the values that tell a map of `size` elements: ones, twos, and each digit of the number of each element, plus one.
 
     Each is a function of a tensor of so many elements to one of its shape and dtype. None is zero, as some pipelines divide by
@@ -188,7 +188,7 @@ def codes(size: int) -> Mapping[str, Callable[[Tensor], Tensor]]:
 
 
 def solve_map(results: Mapping[str, Any], source: torch.Size) -> LatentMap:
-    """Find the map that gave the results of the `codes` of a source of that shape, by the codes' names.
+    """Find the map that gave the results of the `make_codes` of a source of that shape, by the codes' names.
 
     Raises:
         MapError: Elements are sums or nonlinear, an element is used twice, or the results differ in form.

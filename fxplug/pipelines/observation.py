@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core.errors import SpecError, did_you_mean, format_fields, get_first_line, quote
 from ..core.torch_internals import trees as pytree
-from .latent_maps import LatentMap, MapError, codes, flatten_tensors, solve_map
+from .latent_maps import LatentMap, MapError, flatten_tensors, make_codes, solve_map
 from .opening import call_parameters
 from .recorded_run import PipelineRun, RecordedStep, check_arguments, record_run
 
@@ -90,7 +90,7 @@ def has_values(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)) or isinstance(value, (list, tuple))
 
 
-def denoisers_of(pipe: Any, call: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+def find_denoisers(pipe: Any, call: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Return the names of the models that the steps of a pipeline end with, and results by the form of their arguments."""
     results: dict[str, Any] = {}
     run = call_pipeline(pipe, call, results=results)
@@ -124,7 +124,7 @@ def observe(pipe: Any, call: Mapping[str, Any] | None = None, part: str | None =
         call["prompt"] = PROMPTS[0]
     if "num_inference_steps" not in known:
         raise _refused(pipe, "scheduler", "it has no num_inference_steps, so its steps are not the scheduler's")
-    names, results = denoisers_of(pipe, call)
+    names, results = find_denoisers(pipe, call)
     if not names:
         raise _refused(pipe, "scheduler", "no model is called between two of its steps")
     if part is not None and part not in names:
@@ -191,12 +191,12 @@ def _observe_once(
     output = steps[0].calls[-1][2]
     size = max(sample.numel(), flatten_tensors(output).numel())
     runs = {"ones": first}
-    for name, code in codes(size).items():
+    for name, code in make_codes(size).items():
         if name != "ones":
             runs[name] = call_pipeline(pipe, call, steps=number, latents=code, outputs=code, **coded)
     seen = {name: _list_steps(pipe, run, part) for name, run in runs.items()}
     for name, run in runs.items():
-        code = codes(size)[name]
+        code = make_codes(size)[name]
         if any(not torch.equal(step.sample, code(step.sample)) for step in run.steps[1:]):
             raise _refused(pipe, "latents", CHANGED)
     noisy = _list_changed(steps[0].calls[-1][1], seen["twos"][0].calls[-1][1])

@@ -56,7 +56,7 @@ def open_pipeline(
         hint = did_you_mean(wrong, OPTIONS)
         raise SpecError(f"a pipeline has no option '{wrong}'{hint}; it has {', '.join(OPTIONS)}", path=("model", "options"))
     path, dtype = Path(source), dtype or torch.float32
-    with quiet():
+    with silence_libraries():
         try:
             if path.is_file():
                 pipe = _from_file(path, config, dtype)
@@ -75,7 +75,8 @@ def open_pipeline(
         except SpecError:
             raise
         except Exception as error:  # of diffusers, transformers, and whatever reads their files
-            raise SpecError(f"the pipeline '{source}' cannot be opened: {quoted(error)}", path=("model", "pipeline")) from error
+            why = f"the pipeline '{source}' cannot be opened: {quote_error(error)}"
+            raise SpecError(why, path=("model", "pipeline")) from error
 
 
 def _from_folder(name: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
@@ -99,7 +100,7 @@ def _from_hub(name: str, path: Path, dtype: torch.dtype, options: Mapping[str, A
         folder = DiffusionPipeline.download(name, revision=options.get("revision"), variant=options.get("variant"))
     except Exception as error:  # of the hub, or of its cache: not found, no network, no such revision
         finding = f"'{name}' is not a folder here, nor a pipeline that the hub gives, or its cache where there is no network"
-        raise SpecError(f"{finding}: {quoted(error)}", path=("model", "pipeline")) from error
+        raise SpecError(f"{finding}: {quote_error(error)}", path=("model", "pipeline")) from error
     return _from_folder(folder, Path(folder), dtype, {key: value for key, value in options.items() if key != "revision"})
 
 
@@ -216,13 +217,13 @@ def _index(folder: Path) -> dict[str, Any]:
     return found
 
 
-def quoted(error: BaseException) -> str:
+def quote_error(error: BaseException) -> str:
     """Quote an error of somebody else's in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400] or 'without a text'}"
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def silence_libraries() -> Iterator[None]:
     """Show no progress bars, warnings and log of the two libraries inside, but errors: what matters is raised."""
     import diffusers.utils.logging
     import transformers.utils.logging

@@ -11,13 +11,13 @@ from ..core.errors import FxplugError, SpecError, did_you_mean
 from ..core.ir.entry_checks import find_refusal
 from ..core.ir.traced_module import TracedModule
 from ..core.models.built_model import BuiltModel
-from ..core.models.factory import torch_device
+from ..core.models.factory import find_device
 from ..core.models.state_dict import load_weights
 from ..core.spec.run_config import Config
 from .diffusers_types import pipeline_part
-from .example_call import ExampleCall, call_arguments, encoding_once
-from .opening import call_parameters, open_pipeline, quantize_part, quiet
-from .tracing import first_calls, models_of
+from .example_call import ExampleCall, call_arguments, encode_once
+from .opening import call_parameters, open_pipeline, quantize_part, silence_libraries
+from .tracing import find_models, record_first_calls
 
 NAMES = ("unet", "transformer", "prior", "decoder")  # how the names of denoisers begin
 FORMS = 32  # so many forms of call a part may get a graph for: sizes of buckets are some
@@ -38,7 +38,7 @@ def build_pipeline_model(config: Config, *, device: str | None = None) -> BuiltM
     Raises:
         SpecError: There is no such pipeline or part; the pipeline cannot be called as the configuration says.
     """
-    spec, pipe, target = config.model, open_config_pipeline(config), torch_device(config)
+    spec, pipe, target = config.model, open_config_pipeline(config), find_device(config)
     size = config.data.size if config.data is not None else None
     size = (size, size) if isinstance(size, int) else size
     arguments = call_arguments(pipe, spec.arguments, size)
@@ -46,18 +46,18 @@ def build_pipeline_model(config: Config, *, device: str | None = None) -> BuiltM
     model = pipe.components[part]
     if config.weights is not None:
         load_weights(model, config.weights, config.base)
-    for name in {part, *denoisers_of(pipe)} if spec.quantize else ():
+    for name in {part, *list_denoisers(pipe)} if spec.quantize else ():
         quantize_part(pipe.components[name], spec.quantize or "", target)
     pipe.to(target)
     sized = size is not None and not set(spec.arguments).intersection(("height", "width"))
     call = ExampleCall(pipe, part, arguments, ("data", "size") if sized else ("model", "call"), size or (512, 512))
-    with encoding_once(pipe):
+    with encode_once(pipe):
         inputs = call.example()
     model.train(config.mode == "train")
 
     def complete(traced: TracedModule) -> TracedModule:
         made = pipeline_part(traced, model, FORMS)
-        with encoding_once(pipe):
+        with encode_once(pipe):
             for given in () if device == "meta" else call.forms():
                 if all(find_refusal(each, *given) is not None for each in made.modules_by_form):
                     made.add_variant(*given)
@@ -69,7 +69,7 @@ def build_pipeline_model(config: Config, *, device: str | None = None) -> BuiltM
 def open_config_pipeline(config: Config) -> Any:
     """Open the pipeline that a configuration names, on the CPU. Raises SpecError."""
     spec = config.model
-    if torch_device(config).type == "meta":
+    if find_device(config).type == "meta":
         finding = "a pipeline is called once for its model's inputs, which needs values: give another device"
         raise SpecError(finding, path=("device",))
     named = config.base / spec.target
@@ -81,18 +81,18 @@ def open_config_pipeline(config: Config) -> Any:
     )
 
 
-def denoisers_of(pipe: Any) -> dict[str, nn.Module]:
+def list_denoisers(pipe: Any) -> dict[str, nn.Module]:
     """Return the models of a pipeline that denoise, as far as their class and their name tell, by name."""
     from diffusers import ModelMixin
 
-    models = {name: part for name, part in models_of(pipe).items() if isinstance(part, ModelMixin)}
+    models = {name: part for name, part in find_models(pipe).items() if isinstance(part, ModelMixin)}
     models = {name: part for name, part in models.items() if not hasattr(part, "decode")}
     return {name: part for name, part in models.items() if name.startswith(NAMES)} or models
 
 
 def _part(pipe: Any, wanted: Any, arguments: dict[str, Any]) -> str:
     """Return the name of the part: what is wanted, or the one denoiser that is called. Raises SpecError."""
-    denoisers, models = denoisers_of(pipe), models_of(pipe)
+    denoisers, models = list_denoisers(pipe), find_models(pipe)
     if isinstance(wanted, list) and len(wanted) == 1:
         wanted = wanted[0]
     for name in wanted if isinstance(wanted, list) else [] if wanted is None else [wanted]:
@@ -110,8 +110,8 @@ def _part(pipe: Any, wanted: Any, arguments: dict[str, Any]) -> str:
         few = {"num_inference_steps": 2, "output_type": "latent"}
         known = {name: value for name, value in few.items() if name in call_parameters(pipe)}
         try:
-            with quiet():
-                called = list(first_calls(pipe, denoisers, (), {**arguments, **known}, True))
+            with silence_libraries():
+                called = list(record_first_calls(pipe, denoisers, (), {**arguments, **known}, True))
         except FxplugError:
             raise
         except Exception:  # the pipeline's, which is reported when it is called for its part

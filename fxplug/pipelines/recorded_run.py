@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..core.errors import SpecError, did_you_mean, format_fields
 from ..core.torch_internals import trees as pytree
 from .latent_maps import flatten_tensors, unflatten_tensors
-from .opening import call_parameters, quiet
+from .opening import call_parameters, silence_libraries
 
 Code = Callable[[Tensor], Tensor]
 _LOCK = threading.RLock()  # methods of models are replaced for the time of a run: one run at a time
@@ -56,7 +56,7 @@ class PipelineRun:
     __repr__ = format_fields
 
 
-def components_of(pipe: Any) -> dict[str, Any]:
+def get_components(pipe: Any) -> dict[str, Any]:
     """Return the parts of a pipeline of diffusers by name."""
     found = getattr(pipe, "components", None)
     return dict(found) if isinstance(found, Mapping) else {}
@@ -108,7 +108,7 @@ def record_run(
     Raises:
         SpecError: The pipeline has no scheduler; and what the call raises.
     """
-    parts = components_of(pipe)
+    parts = get_components(pipe)
     scheduler = parts.get("scheduler")
     if scheduler is None or not hasattr(scheduler, "step"):
         raise SpecError(f"{type(pipe).__name__} has no scheduler with steps", path=("model", "pipeline"))
@@ -212,7 +212,7 @@ def record_run(
                 stack.enter_context(_pretend_float32(module))
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(seed)
-        with quiet_libraries(), torch.no_grad(), contextlib.suppress(EndOfRecording):
+        with hide_warnings(), torch.no_grad(), contextlib.suppress(EndOfRecording):
             pipe(**{**call, **({"num_inference_steps": steps} if "num_inference_steps" in call_parameters(pipe) else {})})
     return run
 
@@ -242,9 +242,9 @@ def _without_guidance(guider: Any) -> Any:
 
 
 @contextlib.contextmanager
-def quiet_libraries() -> Iterator[None]:
+def hide_warnings() -> Iterator[None]:
     """Let libraries say nothing but errors in a context: in a run the same call is made for each sample."""
-    with quiet(), warnings.catch_warnings():
+    with silence_libraries(), warnings.catch_warnings():
         for kind in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", kind)
         yield

@@ -15,7 +15,7 @@ from ..core.rewriter.applying import apply
 from ..core.spec.rules import Pass
 from .control import controlnet_of
 from .diffusers_types import check_pipeline
-from .tracing import models_of, trace_pipeline
+from .tracing import find_models, trace_pipeline
 
 P = TypeVar("P", bound=Callable[..., Any])
 Passes = Pass | Iterable[Pass]
@@ -100,7 +100,7 @@ def _listed(given: Any, name: str) -> Iterable[Pass]:
 
 def _by_part(pipe: Any, adapters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the files of each model, in the form of `adapter:`."""
-    models = models_of(pipe)
+    models = find_models(pipe)
     found: dict[str, dict[str, Any]] = {}
     for adapter, path in adapters.items():
         if not isinstance(path, (str, os.PathLike)):

@@ -20,7 +20,7 @@ from ..core.errors import ArtifactError, TraceError, did_you_mean
 from ..core.ir.containers import map_leaves
 from ..core.ir.traced_module import TracedModule
 from ..core.ir.variants import LIMIT
-from .control import META, SettingsProxy, controlnet_of, joined, settings, stand_in
+from .control import META, SettingsProxy, controlnet_of, join, make_stub, read_settings
 from .diffusers_types import PipelinePart, pipeline_part
 from .recorded_run import EndOfRecording
 
@@ -58,12 +58,12 @@ def trace_pipeline(
     """
     if join:
         pipe = _joined(pipe)
-    models = models_of(pipe)
+    models = find_models(pipe)
     wanted = list(models) if parts is None else [parts] if isinstance(parts, str) else list(parts)
     for name in wanted:
         if name not in models:
             raise TraceError(f"the pipeline has no model '{name}'{did_you_mean(name, models)}; it has {', '.join(models)}")
-    calls = first_calls(pipe, {name: models[name] for name in wanted}, args, call, enough=parts is not None)
+    calls = record_first_calls(pipe, {name: models[name] for name in wanted}, args, call, enough=parts is not None)
     if missing := [name for name in wanted if name not in calls and parts is not None]:
         raise TraceError(
             f"this call of the pipeline does not call {', '.join(missing)}; it calls {', '.join(calls) or 'none'}: give "
@@ -80,7 +80,7 @@ def trace_pipeline(
         except TraceError as error:
             raise TraceError(f"{name}: {error}") from error
     if join and isinstance(unet := made.get("unet"), TracedModule):
-        unet.meta[META] = settings(models["unet"].get_submodule("controlnet"))
+        unet.meta[META] = read_settings(models["unet"].get_submodule("controlnet"))
         made["controlnet"] = controlnet_of(unet)
     return made
 
@@ -93,8 +93,8 @@ def _joined(pipe: Any) -> Any:
     if unet is None or network is None:
         raise TraceError(f"join: {type(pipe).__name__} must have both 'unet' and 'controlnet'")
     found = copy.copy(pipe)
-    found.unet = joined(unet, network)
-    found.controlnet = stand_in(**settings(network), dtype=network.dtype, device=network.device)
+    found.unet = join(unet, network)
+    found.controlnet = make_stub(**read_settings(network), dtype=network.dtype, device=network.device)
     return found
 
 
@@ -113,7 +113,7 @@ def save_pipeline(pipe: Any, folder: str | os.PathLike[str]) -> Path:
     Raises:
         ArtifactError: As `save`.
     """
-    for name, model in models_of(pipe).items():
+    for name, model in find_models(pipe).items():
         if isinstance(model, TracedModule) and not isinstance(model, PipelinePart):
             setattr(pipe, name, pipeline_part(model))
     modular = {"overwrite_modular_index": True} if hasattr(pipe, "_blocks") else {}  # so that its index names the folder
@@ -149,7 +149,7 @@ def load_pipeline(folder: str | os.PathLike[str], *, allow: Sequence[str] = (), 
     return DiffusionPipeline.from_pretrained(folder, **{**parts, **options})
 
 
-def models_of(pipe: Any) -> dict[str, nn.Module]:
+def find_models(pipe: Any) -> dict[str, nn.Module]:
     """Return the models of a pipeline by their names in it. Raises TraceError if it has none."""
     found = getattr(pipe, "components", None)
     named = found if isinstance(found, dict) else getattr(pipe, "__dict__", {})
@@ -159,7 +159,7 @@ def models_of(pipe: Any) -> dict[str, nn.Module]:
     return models
 
 
-def first_calls(pipe: Any, models: dict[str, nn.Module], args: Any, call: Any, enough: bool) -> dict[str, Any]:
+def record_first_calls(pipe: Any, models: dict[str, nn.Module], args: Any, call: Any, enough: bool) -> dict[str, Any]:
     """Call a pipeline and return the arguments of the first call of each of these models that it calls, by name.
 
     With `enough` the call ends where the last of them is called.

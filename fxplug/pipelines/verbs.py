@@ -80,7 +80,7 @@ def _size(text: str | None) -> tuple[int, int] | None:
 def _looked_at(source: str, part: str | None, call: dict[str, Any], size: tuple[int, int] | None) -> list[str]:
     """Return what is observed of each denoiser of a pipeline, confirmed. Raises SpecError, the reason of a refusal."""
     from .example_call import call_arguments
-    from .observation import confirm, denoisers_of, observe
+    from .observation import confirm, find_denoisers, observe
     from .opening import open_pipeline
 
     with show_progress("opening the pipeline"):
@@ -88,7 +88,7 @@ def _looked_at(source: str, part: str | None, call: dict[str, Any], size: tuple[
     arguments = call_arguments(pipe, call, size)
     parts: list[str | None] = [part]
     if part is None:
-        parts = [*denoisers_of(pipe, arguments)[0]] or parts
+        parts = [*find_denoisers(pipe, arguments)[0]] or parts
     texts = []
     for each in parts:
         with show_progress(f"observing {each or 'the pipeline'}"):

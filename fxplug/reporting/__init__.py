@@ -16,6 +16,6 @@ EXTENSION = Extension(
     hooks={
         "report_of_result": "fxplug.reporting.reports:report_of",
         "show_to": "fxplug.reporting.formats:show_to",
-        "changes": "fxplug.reporting.records:changes",
+        "changes": "fxplug.reporting.records:find_changes",
     },
 )

@@ -10,10 +10,10 @@ from typing import Any
 from ..core.errors import SpecError, did_you_mean
 from ..core.writing import write_text
 from .contents import Page, RegionKind
-from .gather import contents
-from .page import region_at, svg
-from .pictures import shape
-from .records import Listing, NodeText, listing
+from .gather import gather_contents
+from .page import find_region, write_svg
+from .pictures import format_shape
+from .records import GraphText, NodeText, make_listing
 
 FORMATS = ("model-explorer", "dot", "svg")
 
@@ -24,7 +24,7 @@ def show_to(module: Any, to: str, region: str, out: Path | None) -> None:
         raise SpecError(f"no format '{to}'{did_you_mean(to, FORMATS)}; there are {', '.join(FORMATS)}")
     if region and to == "model-explorer":
         raise SpecError("--region is not for model-explorer, which shows the whole graph: leave it out")
-    text = written(contents(None, module), listing(module), to, region)
+    text = written(gather_contents(None, module), make_listing(module), to, region)
     if out is None:
         print(text, end="")
         return
@@ -32,7 +32,7 @@ def show_to(module: Any, to: str, region: str, out: Path | None) -> None:
     print(f"saved in {out}")
 
 
-def written(page: Page, after: Listing, to: str, path: str = "") -> str:
+def written(page: Page, after: GraphText, to: str, path: str = "") -> str:
     """Write a module as text in a format: all of it for Model Explorer, the region at a path ("" is the model) for the others.
     all of it for Model Explorer, the region at a path ("" is the model) for the others.
 
@@ -40,11 +40,11 @@ def written(page: Page, after: Listing, to: str, path: str = "") -> str:
     """
     if to == "model-explorer":
         return json.dumps(model_explorer(page.title, after), indent=1, ensure_ascii=False) + "\n"
-    kind = region_at(page, path)
-    return dot(kind, path or page.title) if to == "dot" else svg(page, kind, f"{path or page.title}: {kind.label}")
+    kind = find_region(page, path)
+    return dot(kind, path or page.title) if to == "dot" else write_svg(page, kind, f"{path or page.title}: {kind.label}")
 
 
-def model_explorer(title: str, after: Listing) -> dict[str, Any]:
+def model_explorer(title: str, after: GraphText) -> dict[str, Any]:
     """Return the graph as Model Explorer loads it (github.com/google-ai-edge/model-explorer, its JSON of graph collections):
     regions are namespaces, shapes are at outputs, and passes with their sites are attributes of nodes."""
     shown = {name: record for name, record in after.records.items() if record.kind != "note"}
@@ -52,7 +52,7 @@ def model_explorer(title: str, after: Listing) -> dict[str, Any]:
     return {"label": title, "graphs": [{"id": title, "nodes": nodes}]}
 
 
-def _node(record: NodeText, after: Listing, shown: dict[str, NodeText]) -> dict[str, Any]:
+def _node(record: NodeText, after: GraphText, shown: dict[str, NodeText]) -> dict[str, Any]:
     attributes = {"name": record.name, "path": record.path, "pass": record.owner, "site": record.site, "code": record.line}
     sources = [name for name in record.reads if name in shown]
     outputs = [{"key": "tensor_shape", "value": f"{record.dtype}{list(record.shape)}"}] if record.shape is not None else []
@@ -69,7 +69,7 @@ def _node(record: NodeText, after: Listing, shown: dict[str, NodeText]) -> dict[
     }
 
 
-def _space(outer: str, inner: str, after: Listing) -> str:
+def _space(outer: str, inner: str, after: GraphText) -> str:
     outer = outer.partition("@")[0]
     name = inner[len(outer) + 1 :] if outer and inner.startswith(f"{outer}.") else inner
     return f"{name} ({after.classes.get(inner, 'Module')})".replace("/", "_")
@@ -81,7 +81,7 @@ def dot(kind: RegionKind, name: str) -> str:
     lines = [f"digraph {_quoted(name)} {{", '  node [shape=box, style=rounded, fontname="sans-serif"];']
     for index, box in enumerate(kind.boxes):
         times = f"{len(box.members)} × {box.label}" if box.kind == "repeat" else box.label
-        text = "\n".join(filter(None, [box.name, times, shape(box.shape), box.owner and f"({box.owner})"]))
+        text = "\n".join(filter(None, [box.name, times, format_shape(box.shape), box.owner and f"({box.owner})"]))
         lines.append(f"  n{index} [label={_quoted(text)}, style={_quoted('rounded,' + styles[box.state])}];")
     lines += [f"  n{arrow.source} -> n{arrow.target} [style={styles[arrow.state]}];" for arrow in kind.arrows]
     return "\n".join([*lines, "}"]) + "\n"

@@ -15,17 +15,17 @@ from ..core.flow import load_run_record
 from ..core.ir.traced_module import TracedModule, list_class_names
 from ..core.reading import read_json
 from ..core.verifier import Report, is_split
-from ..lowerings.pipeline import layer_forms
+from ..lowerings.pipeline import list_layer_forms
 from ..step_cache.slices import Slices
 from .contents import Page, PassRow, SiteRow, TableSection
 from .kinds import Kinds
-from .records import Listing, NodeText, before, changes, listing
+from .records import GraphText, NodeText, find_changes, make_listing, undo_changes
 
 BINS = 48  # parts of the model in the chart of what is added where
 VERSIONS = ("fxplug", "torch", "python")
 
 
-def contents(
+def gather_contents(
     base: TracedModule | None, new: TracedModule, *, checks: Report | None = None, manifest: Mapping[str, Any] | None = None
 ) -> Page:
     """Return the contents of the page of a module. `base` is the module before; None uses what was saved with `new`.
@@ -33,13 +33,13 @@ def contents(
     `checks` is the report of verification, by default the saved one; `manifest` is that of the module's artifact.
     """
     entries = new.meta.get("passes", [])
-    after = listing(new)
-    changed = changes(base, new) if base is not None else (load_run_record(new) or {}).get("changes")
+    after = make_listing(new)
+    changed = find_changes(base, new) if base is not None else (load_run_record(new) or {}).get("changes")
     earlier = [entry["name"] for entry in base.meta.get("passes", [])] if base is not None else []
     sizes, total = _sizes(new, [entry["name"] for entry in entries])
     added = _added(new, after)
     gone = changed["classes"] if changed else {}
-    kinds = Kinds(after, before(after, changed), sizes, added, gone)
+    kinds = Kinds(after, undo_changes(after, changed), sizes, added, gone)
     page = Page(
         title=new.classes[0], model=new.classes[0], facts=_facts(new, after, manifest), parameters=total, base=sizes.get("", 0),
         kinds=kinds.kinds, root=kinds.root, known_before=changed is not None or not entries,
@@ -55,7 +55,7 @@ def contents(
     return page
 
 
-def _facts(new: TracedModule, after: Listing, manifest: Mapping[str, Any] | None) -> dict[str, str]:
+def _facts(new: TracedModule, after: GraphText, manifest: Mapping[str, Any] | None) -> dict[str, str]:
     kinds = Counter(str(p.dtype).removeprefix("torch.") for p in new.parameters())
     modes = " and ".join(f"{len(graph.nodes):,}" for graph in new.graphs.values())
     said = {
@@ -92,7 +92,7 @@ def _sizes(module: nn.Module, passes: list[str]) -> tuple[dict[str, int], int]:
     return dict(sizes), total
 
 
-def _added(module: TracedModule, after: Listing) -> dict[str, int]:
+def _added(module: TracedModule, after: GraphText) -> dict[str, int]:
     """Return the number of parameters of each block by its node; 0 for a block that is called again."""
     seen: set[int] = set()
     found = {}
@@ -116,7 +116,7 @@ def _pass(module: TracedModule, entry: Mapping[str, Any]) -> PassRow:
                    bool(entry.get("neutral")), bool(entry.get("train")), int(entry.get("slots") or 0), inputs)  # fmt: skip
 
 
-def _sites(module: TracedModule, entry: Mapping[str, Any], after: Listing, added: Mapping[str, int]) -> list[SiteRow]:
+def _sites(module: TracedModule, entry: Mapping[str, Any], after: GraphText, added: Mapping[str, int]) -> list[SiteRow]:
     blocks: dict[str, NodeText] = {}
     for record in after.records.values():
         if record.owner == entry["name"]:
@@ -141,7 +141,7 @@ def _sites(module: TracedModule, entry: Mapping[str, Any], after: Listing, added
     return rows
 
 
-def _shapes(record: NodeText | None, after: Listing) -> str:
+def _shapes(record: NodeText | None, after: GraphText) -> str:
     if record is None:
         return ""
     given = next((after.records[name].shape for name in record.reads if name in after.records), None)
@@ -149,7 +149,7 @@ def _shapes(record: NodeText | None, after: Listing) -> str:
     return " -> ".join(map(str, ends[:1] if len(ends) > 1 and ends[0] == ends[1] else ends))
 
 
-def _depth(after: Listing, added: Mapping[str, int]) -> list[dict[str, Any]]:
+def _depth(after: GraphText, added: Mapping[str, int]) -> list[dict[str, Any]]:
     """Return the parameters that passes add along the model, in parts of as many layers each, with the first and last layer."""
     layers = [r for r in after.records.values() if r.kind in ("layer", "block") or r.name in added]
     if not any(added.values()):
@@ -169,7 +169,7 @@ def _depth(after: Listing, added: Mapping[str, int]) -> list[dict[str, Any]]:
 # --- further sections
 
 
-def _tables(module: TracedModule, after: Listing) -> list[TableSection]:
+def _tables(module: TracedModule, after: GraphText) -> list[TableSection]:
     found = [_forms(module), _slots(module), *_collectives(module, after), _cached(module, after), _inputs(module, after)]
     return [table for table in found if table is not None and table.rows]
 
@@ -177,7 +177,7 @@ def _tables(module: TracedModule, after: Listing) -> list[TableSection]:
 def _forms(module: TracedModule) -> TableSection | None:
     if not module.meta.get("forms"):
         return None
-    rows = [[path, form] for path, form in layer_forms(module).items()]
+    rows = [[path, form] for path, form in list_layer_forms(module).items()]
     return TableSection("Forms", "How each layer with a block is computed in this lowered module.", ["layer", "form"], rows)
 
 
@@ -210,7 +210,7 @@ def _ranks(module: TracedModule, owner: str) -> str:
     return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}" if ranks else ""
 
 
-def _collectives(module: TracedModule, after: Listing) -> list[TableSection]:
+def _collectives(module: TracedModule, after: GraphText) -> list[TableSection]:
     tables = []
     for entry in module.meta.get("passes", []):
         if not is_split(module, entry["name"]):
@@ -227,7 +227,7 @@ def _collectives(module: TracedModule, after: Listing) -> list[TableSection]:
     return tables
 
 
-def _cached(module: TracedModule, after: Listing) -> TableSection | None:
+def _cached(module: TracedModule, after: GraphText) -> TableSection | None:
     """Return the table of the values that a step cache keeps from step to step."""
     if not any(isinstance(m, Mark) for m in module.modules()):
         return None
@@ -247,7 +247,7 @@ def _cached(module: TracedModule, after: Listing) -> TableSection | None:
     return TableSection("Step cache", about, ["value", "pass", "shape", "how"], rows)
 
 
-def _inputs(module: TracedModule, after: Listing) -> TableSection | None:
+def _inputs(module: TracedModule, after: GraphText) -> TableSection | None:
     rows = [[r.path, r.owner, r.line.partition(" = ")[2]] for r in after.records.values() if r.kind == "input" and r.owner]
     return TableSection("New inputs", "Inputs of the model that passes added.", ["input", "pass", "default"], rows)
 
@@ -255,7 +255,7 @@ def _inputs(module: TracedModule, after: Listing) -> TableSection | None:
 # --- folders
 
 
-def manifest_of(folder: Path) -> dict[str, Any] | None:
+def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest in a folder, unchecked; None if there is none. Raises ArtifactError for one that is no JSON."""
     file = folder / "manifest.json"
     if not file.is_file():
@@ -266,7 +266,7 @@ def manifest_of(folder: Path) -> dict[str, Any] | None:
     return found
 
 
-def trouble(folder: Path, manifest: Mapping[str, Any], error: FxplugError | Exception) -> Page:
+def make_error_page(folder: Path, manifest: Mapping[str, Any], error: FxplugError | Exception) -> Page:
     """Return the page of an artifact that does not load: the error, and the facts of its manifest."""
     facts = {name: str(manifest[name]) for name in VERSIONS if name in manifest}
     why = str(error) if isinstance(error, FxplugError) else f"{type(error).__name__}: {error}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..core.ir.text import find_patterns
 from .contents import Arrow, Box, GraphLine, RegionKind, State
-from .records import Listing, NodeText
+from .records import GraphText, NodeText
 
 WORD = re.compile(r"[A-Za-z_]\w*")
 MODEL = ("",)
@@ -41,7 +41,7 @@ class Kinds:
 
     def __init__(
         self,
-        after: Listing,
+        after: GraphText,
         before: dict[str, NodeText],
         sizes: dict[str, int],
         added: dict[str, int],

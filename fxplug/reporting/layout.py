@@ -23,7 +23,7 @@ ARROWS, BENDS = 500, 2_000
 
 
 @dataclass
-class Placed:
+class GraphLayout:
     """A picture in pixels: the upper left corner of each box, and the points that each arrow goes through."""
 
     width: float
@@ -32,7 +32,7 @@ class Placed:
     arrows: list[list[tuple[float, float]]]
 
 
-def place(count: int, arrows: Sequence[tuple[int, int]]) -> Placed:
+def place(count: int, arrows: Sequence[tuple[int, int]]) -> GraphLayout:
     """Place boxes and the arrows of an acyclic graph between them. The layout is deterministic."""
     centres: dict[int, tuple[float, float]] = {}
     bends: dict[tuple[int, int], list[int]] = {}
@@ -59,7 +59,7 @@ def place(count: int, arrows: Sequence[tuple[int, int]]) -> Placed:
     lines = [_line(centres, bends.get((a, b), []), a, b) for a, b in arrows]
     corners = [(centres[box][0] - WIDTH / 2, centres[box][1] - HEIGHT / 2) for box in range(count)]
     width = max([x + WIDTH for x, _ in corners] + [x for line in lines for x, _ in line], default=WIDTH)
-    return Placed(width, max((y + HEIGHT for _, y in corners), default=HEIGHT), corners, lines)
+    return GraphLayout(width, max((y + HEIGHT for _, y in corners), default=HEIGHT), corners, lines)
 
 
 def _layered(pairs: list[tuple[int, int]]) -> Iterator[tuple[list[tuple[int, tuple[float, float]]], list[tuple[int, int]]]]:

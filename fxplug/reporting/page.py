@@ -15,7 +15,7 @@ from jinja2.utils import htmlsafe_json_dumps
 
 from ..core.errors import SpecError, did_you_mean
 from .contents import Box, Page, RegionKind
-from .pictures import COLOURS, picture
+from .pictures import COLOURS, draw_region
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_ROWS = 4_000  # of one table
@@ -36,7 +36,7 @@ def part(name: str) -> str:
     return (TEMPLATES / name).read_text("utf-8")
 
 
-def html(page: Page) -> str:
+def write_html(page: Page) -> str:
     """Write the page as HTML. The same contents give the same bytes."""
     colours = {row.name: index % COLOURS for index, row in enumerate(page.passes)}
     style, script = part("picture.css") + part("page.css"), part("page.js")
@@ -46,7 +46,7 @@ def html(page: Page) -> str:
         style=style,
         script=script,
         policy=policy(script, style),
-        pictures=[picture(kind, colours) for kind in page.kinds],
+        pictures=[draw_region(kind, colours) for kind in page.kinds],
         colour=lambda name: f"p{colours[name]}" if name in colours else "",
         data=htmlsafe_json_dumps(_for_script(page, colours), separators=(",", ":")),
         lead=lead(page),
@@ -62,10 +62,10 @@ def html(page: Page) -> str:
     )  # fmt: skip
 
 
-def svg(page: Page, kind: RegionKind, label: str) -> str:
+def write_svg(page: Page, kind: RegionKind, label: str) -> str:
     """Write the picture of one region as an SVG file."""
     colours = {row.name: index % COLOURS for index, row in enumerate(page.passes)}
-    drawn = picture(kind, colours)
+    drawn = draw_region(kind, colours)
     return environment().get_template("picture.svg.j2").render(p=drawn, alone=True, style=part("picture.css"), label=label)
 
 
@@ -150,7 +150,7 @@ def times(page: Page) -> list[int]:
     return counts
 
 
-def region_at(page: Page, path: str) -> RegionKind:
+def find_region(page: Page, path: str) -> RegionKind:
     """Return the region at a path; "" is the model. Raises SpecError for a path that is no region."""
     kind, at = page.kinds[page.root], ""
     while at != path:

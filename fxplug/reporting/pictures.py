@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from .contents import Arrow, Box, RegionKind
-from .layout import HEIGHT, MOST, WIDTH, Placed, place
+from .layout import HEIGHT, MOST, WIDTH, GraphLayout, place
 
 COLOURS = 8  # passes beyond these begin again with the first colour
 LETTERS, SMALL = 21, 27  # that fit into a box
@@ -40,7 +40,7 @@ class Picture:
     box_height: int = HEIGHT
 
 
-def picture(kind: RegionKind, colours: Mapping[str, int]) -> Picture:
+def draw_region(kind: RegionKind, colours: Mapping[str, int]) -> Picture:
     """Return the picture of a region; `colours` numbers the passes."""
     count = min(len(kind.boxes), MOST)
     arrows = [a for a in kind.arrows if a.source < count and a.target < count]
@@ -52,18 +52,18 @@ def picture(kind: RegionKind, colours: Mapping[str, int]) -> Picture:
     return Picture(width, height, boxes, lines, len(kind.boxes) - count)
 
 
-def _place_boxes(index: int, box: Box, placed: Placed, colours: Mapping[str, int]) -> DrawnBox:
+def _place_boxes(index: int, box: Box, placed: GraphLayout, colours: Mapping[str, int]) -> DrawnBox:
     owner = box.owner or (next(iter(box.blocks)) if len(box.blocks) == 1 else "")
     coloured = f" p{colours[owner] % COLOURS}" if owner in colours else " many" if box.blocks else ""
     x, y = placed.boxes[index]
     name, label = _titles(box)
-    third = shape(box.shape)
+    third = format_shape(box.shape)
     if box.blocks and box.kind != "block":
         third = " ".join(filter(None, [third, "+" + ", ".join(f"{n} {name}" for name, n in box.blocks.items())]))
     said = [
         name,
         label,
-        f"{shape(box.shape)} {box.dtype}" if box.shape is not None else "",
+        f"{format_shape(box.shape)} {box.dtype}" if box.shape is not None else "",
         f"{box.parameters:,} parameters" if box.parameters else "",
         f"{box.added:,} added" if box.added else "",
         f"put in by {box.owner}" if box.owner else "",
@@ -102,7 +102,7 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
     return "".join(parts)
 
 
-def shape(sizes: Sequence[int] | None) -> str:
+def format_shape(sizes: Sequence[int] | None) -> str:
     """Format a shape as `2 × 77 × 768`; `scalar` without dimensions, "" for None."""
     return "" if sizes is None else " × ".join(map(str, sizes)) or "scalar"
 

@@ -42,7 +42,7 @@ class NodeText:
 
 
 @dataclass
-class Listing:
+class GraphText:
     """The records of a graph by their names in order, the classes of its regions by key, and what their inputs and results are
     called: by region, the port for the node whose value goes through."""
 
@@ -51,7 +51,7 @@ class Listing:
     ports: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
-def listing(module: TracedModule) -> Listing:
+def make_listing(module: TracedModule) -> GraphText:
     """Return the records of the active graph."""
     regions = Regions(module.graph, module)
     stacks: dict[str, tuple[str, ...]] = {"": ("",)}
@@ -80,7 +80,7 @@ def listing(module: TracedModule) -> Listing:
         records[node.name] = _record(module, regions, node, level, made)
     paths = {key: key.partition("@")[0] for key in stacks}
     classes = {key: regions.classes(path)[0] for key, path in paths.items() if key not in leaves}
-    return Listing(records, classes, ports)
+    return GraphText(records, classes, ports)
 
 
 def _through(node: fx.Node) -> fx.Node:
@@ -136,13 +136,13 @@ def _members(node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if user.target is operator.getitem]
 
 
-def changes(base: TracedModule, new: TracedModule) -> dict[str, Any]:
+def find_changes(base: TracedModule, new: TracedModule) -> dict[str, Any]:
     """Return the removed and changed records of the graph of `base`, as plain values that are saved with a module.
 
     `gone` has the removed records, `was` the reads and the line of those that read something else now, `classes` the classes of
     the regions of the removed ones.
     """
-    before, after = listing(base), listing(new)
+    before, after = make_listing(base), make_listing(new)
     gone = [asdict(r) for name, r in before.records.items() if name not in after.records]
     both = [(r, after.records[name]) for name, r in before.records.items() if name in after.records]
     keys = {key for r in gone for key in r["level"]}
@@ -153,8 +153,8 @@ def changes(base: TracedModule, new: TracedModule) -> dict[str, Any]:
     }
 
 
-def before(after: Listing, changed: Mapping[str, Any] | None) -> dict[str, NodeText]:
-    """Return the records of a graph before its passes, from its current records and the saved `changes`.
+def undo_changes(after: GraphText, changed: Mapping[str, Any] | None) -> dict[str, NodeText]:
+    """Return the records of a graph before its passes, from its current records and the saved `find_changes`.
 
     Without saved changes they are the records that no pass added, each with its reads among them.
     """

@@ -15,9 +15,9 @@ from ..core.ir.traced_module import TracedModule
 from ..core.verifier import Report
 from ..core.writing import write_text
 from .contents import Page
-from .gather import contents, manifest_of, trouble
-from .page import html
-from .run_log import run_of
+from .gather import gather_contents, make_error_page, read_manifest
+from .page import write_html
+from .run_log import read_run
 
 
 def report(
@@ -56,9 +56,9 @@ def report(
         check_kind(out)
     home = None if folder is None else Path(folder)
     saved = home and next((path for path in (home / "module", home) if (path / "manifest.json").is_file()), None)
-    page = contents(base, new, checks=checks, manifest=manifest_of(saved) if saved else None)
+    page = gather_contents(base, new, checks=checks, manifest=read_manifest(saved) if saved else None)
     if home is not None:
-        page.run = run_of(home)
+        page.run = read_run(home)
     if out is not None:
         write(page, out)
     return page
@@ -80,7 +80,7 @@ def report_folder(
         check_kind(out)
     home = Path(folder)
     saved = next((path for path in (home / "module", home) if (path / "manifest.json").is_file()), None)
-    run = run_of(home)
+    run = read_run(home)
     if saved is None and run is None:
         kind = "is not a folder" if home.exists() else "does not exist"
         why = kind if not home.is_dir() else "has no manifest.json and no log.jsonl"
@@ -89,14 +89,14 @@ def report_folder(
         page = Page(title=home.absolute().name, trouble="This run has no saved module yet: module/ is written at its end.")
     else:
         try:
-            manifest = manifest_of(saved) or {}
+            manifest = read_manifest(saved) or {}
         except FxplugError as error:
-            manifest, page = {}, trouble(home.absolute(), {}, error)
+            manifest, page = {}, make_error_page(home.absolute(), {}, error)
         else:
             try:
-                page = contents(None, load(saved, allow=allow), manifest=manifest)
+                page = gather_contents(None, load(saved, allow=allow), manifest=manifest)
             except Exception as error:  # of whatever a stranger's folder brings: the page tells it
-                page = trouble(home.absolute(), manifest, error)
+                page = make_error_page(home.absolute(), manifest, error)
     page.run = run
     if out is not None:
         write(page, out)
@@ -121,7 +121,7 @@ def write(page: Page, out: str | os.PathLike[str]) -> None:
     """Write a page as HTML, or its contents as JSON if the name ends with `.json`. Raises SpecError if the file cannot be
     written."""
     target = check_kind(out)
-    text = as_json(page) if target.suffix.lower() == ".json" else html(page)
+    text = as_json(page) if target.suffix.lower() == ".json" else write_html(page)
     safe = text.encode("utf-8", "backslashreplace").decode()
     write_text(target, safe, lambda finding: SpecError(f"{target} {finding}; give the file to write with --out"))
 

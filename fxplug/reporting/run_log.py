@@ -21,7 +21,7 @@ SIDE, WIDE = 320, 1600  # pixels of a sample and of the curves at most
 PIXELS = 50_000_000  # of a picture that is read
 
 
-def run_of(folder: Path) -> dict[str, Any] | None:
+def read_run(folder: Path) -> dict[str, Any] | None:
     """Return a run's part of the page: facts, curves, epochs, pictures and notes; None for a folder without a run."""
     log = folder / "log.jsonl"
     if not log.is_file():

@@ -15,7 +15,7 @@ from ..adapters.writing import describe_model, make_content, save_parts
 from ..core.errors import ArtifactError, FxplugError, get_first_line
 from ..core.ir.traced_module import TRAINED, TracedModule
 from ..core.spec.run_config import Config
-from ..pipelines.recorded_run import components_of, quiet_libraries
+from ..pipelines.recorded_run import get_components, hide_warnings
 from .tasks.conditioning import ENCODER
 from .tasks.denoise import Denoise
 from .tasks.pipeline_denoise import PipelineDenoise
@@ -61,7 +61,7 @@ def trained_parts(module: TracedModule, task: Task) -> dict[str, TracedModule]:
     return {**(found if changed else {}), ENCODER: task.encoder.traced}
 
 
-def into_pipeline(module: TracedModule, task: Task, out: Path, pipeline: str) -> str:
+def write_adapter(module: TracedModule, task: Task, out: Path, pipeline: str) -> str:
     """Write `adapter/` beside the saved models of a run if diffusers has a format for everything that was trained.
 
     Args:
@@ -115,17 +115,17 @@ def prove_adapter(trainer: Trainer, task: PipelineDenoise, folder: Path) -> None
         trainer.watch.note(f"{what}: could not be compared: {type(error).__name__}: {get_first_line(error)}")
         return
     off = float((stock - own).abs().max())
-    dtype = next((p.dtype for p in components_of(task.pipe)[task.part].parameters() if p.is_floating_point()), torch.float32)
+    dtype = next((p.dtype for p in get_components(task.pipe)[task.part].parameters() if p.is_floating_point()), torch.float32)
     alike = "equal" if off <= EQUAL.get(dtype, 2e-2) else "differs"
     trainer.watch.note(f"{what}: {alike} ({off:.1g})")
 
 
 def _drawn_with(task: PipelineDenoise, folder: Path, call: dict[str, Any], seed: int) -> Tensor:
     """Return the sample that the stock pipeline draws with the adapter of a folder; the pipeline is without it afterwards."""
-    pipe, part = task.pipe, components_of(task.pipe)[task.part]
+    pipe, part = task.pipe, get_components(task.pipe)[task.part]
     before = {name: p.requires_grad for name, p in part.named_parameters()}
     try:
-        with quiet_libraries():
+        with hide_warnings():
             if _loads_itself(task):
                 pipe.load_lora_weights(str(folder), weight_name=FILE)
             else:
@@ -144,7 +144,7 @@ def _loads_itself(task: PipelineDenoise) -> bool:
 
 
 def _loads_in_part(task: PipelineDenoise) -> bool:
-    return hasattr(components_of(task.pipe)[task.part], "load_lora_adapter")
+    return hasattr(get_components(task.pipe)[task.part], "load_lora_adapter")
 
 
 def _explain_missing_loader(task: PipelineDenoise) -> str:
@@ -166,7 +166,7 @@ def _check_encoder(module: TracedModule, task: Task) -> None:
         raise ArtifactError("the one file for a model and its text encoder is that of a UNet with CLIP's text encoder")
 
 
-def pipeline_of(config: Config) -> str:
+def find_pipeline(config: Config) -> str:
     """Return the folder of the pipeline that a model is in, as Python text."""
     if isinstance(config.model.target, str):
         folder = config.base / config.model.target

@@ -79,7 +79,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit())
 
 
-def newest(source: Path) -> Path:
+def find_newest(source: Path) -> Path:
     """Return `source` if it is a checkpoint, else the newest checkpoint below it. Raises TrainError when there is none."""
     for path in (source, *reversed(list_checkpoints(source / "checkpoints")), *reversed(list_checkpoints(source))):
         if (path / "progress.json").is_file():
@@ -104,7 +104,7 @@ def read(folder: Path, limits: Limits = DEFAULT) -> Checkpoint:
         ema = weight_files.read(folder / "ema.safetensors", raises=raises, limits=limits)[0] if averaged else {}
         rest, _ = weight_files.read(folder / "state.pt", raises=raises, limits=limits)
         tensors = _shapes({"weights": weights, "ema": ema, **rest["state"]})
-        if lines := differences(said["tensors"], tensors, words=("as it was written", "now")):
+        if lines := list_differences(said["tensors"], tensors, words=("as it was written", "now")):
             raise raises(f"was changed: {cut('; '.join(lines), 400)}")
         state = {**rest["state"], "weights": weights, "ema": ema, "progress": said["progress"]}
         return Checkpoint(state, said["run"], rest["random"])
@@ -114,15 +114,15 @@ def read(folder: Path, limits: Limits = DEFAULT) -> Checkpoint:
         raise TrainError(f"'{folder}' cannot be read: {type(error).__name__}: {error}; resume from another one") from error
 
 
-def differences(then: Any, now: Any, path: str = "", words: tuple[str, str] = ("then", "now")) -> list[str]:
+def list_differences(then: Any, now: Any, path: str = "", words: tuple[str, str] = ("then", "now")) -> list[str]:
     """Return one line per difference of two trees of plain values, such as `passes.lora.rank: 8 then, 16 now`."""
     if isinstance(then, Mapping) and isinstance(now, Mapping):
         keys = list(dict.fromkeys([*then, *now]))
         missing = "nothing"
-        below = [differences(then.get(k, missing), now.get(k, missing), f"{path}.{k}".lstrip("."), words) for k in keys]
+        below = [list_differences(then.get(k, missing), now.get(k, missing), f"{path}.{k}".lstrip("."), words) for k in keys]
         return [line for lines in below for line in lines]
     if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
-        below = [differences(a, b, f"{path}[{index}]", words) for index, (a, b) in enumerate(zip(then, now, strict=True))]
+        below = [list_differences(a, b, f"{path}[{index}]", words) for index, (a, b) in enumerate(zip(then, now, strict=True))]
         return [line for lines in below for line in lines]
     same = json.loads(json.dumps(then)) == json.loads(json.dumps(now))
     return [] if same else [f"{path}: {cut(str(then), 80)} {words[0]}, {cut(str(now), 80)} {words[1]}"]

@@ -16,9 +16,9 @@ from ..core.errors import FxplugError, SpecError, TrainError, prefix_path
 from ..core.ir.traced_module import TracedModule
 from ..core.spec.train_section import Log, Save, Train
 from ..core.writing import check_folder
-from .distributed import relaunched
+from .distributed import remake_accelerator
 from .evaluation import Evaluation
-from .param_groups import computing_precision
+from .param_groups import find_precision
 from .random_draws import preserve_random_state
 from .tasks.task import Task
 
@@ -39,11 +39,11 @@ def choose_precision(
     Returns the settings and the accelerator of that precision, and what is to be said of it. `others` says that something
     trains beside the module.
     """
-    chosen = computing_precision(module, settings, others=others)
+    chosen = find_precision(module, settings, others=others)
     if chosen == settings.precision:
         return settings, accelerator, []
     note = f"the model is in half precision: the run computes as with precision: {chosen}, and what trains is float32"
-    return settings.model_copy(update={"precision": chosen}), relaunched(chosen, accelerator), [note]
+    return settings.model_copy(update={"precision": chosen}), remake_accelerator(chosen, accelerator), [note]
 
 
 def check_used(settings: Train, out: Path | None, tests: Any) -> None:

@@ -20,19 +20,19 @@ from ..core.ir.traced_module import TracedModule
 from ..core.rewriter.probe import GraphRun, make_empty, swap_weights
 from ..core.torch_internals.tensors import FakeTensorMode
 from .random_draws import Draws, preserve_random_state
-from .shared_samples import called
-from .tasks.model_call import inputs_of
+from .shared_samples import find_call
+from .tasks.model_call import list_inputs
 from .tasks.task import Task
 
 
-def misfit(
+def describe_misfit(
     error: Exception, module: nn.Module, batch: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> str:
     """Describe how a batch differs from the inputs of the trace, with the configuration key to change.
 
     The module is called with `args` and `kwargs` for this batch.
     """
-    inputs = {name: one for name, one in inputs_of(module).items() if one.shape is not None}
+    inputs = {name: one for name, one in list_inputs(module).items() if one.shape is not None}
     given = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     called = inputs_by_name(module, args, kwargs)
     got = {name: called[name] for name in inputs if isinstance(called.get(name), Tensor)}
@@ -74,10 +74,10 @@ def _differs(name: str, traced: tuple[int, ...], got: tuple[int, ...]) -> list[s
 
 def inputs_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by the names of the module's inputs."""
-    return {**dict(zip(inputs_of(module), args, strict=False)), **kwargs}
+    return {**dict(zip(list_inputs(module), args, strict=False)), **kwargs}
 
 
-def first_not_finite(module: TracedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+def find_first_not_finite(module: TracedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Return where values first stop being finite in a call; None where they do not.
 
     Non-finite arguments and parameters come before the graph: they are named as the cause.
@@ -124,7 +124,7 @@ def _described(node: fx.Node, value: Tensor, env: Mapping[fx.Node, Any]) -> str:
 
 
 @torch.no_grad()
-def bad_gradients(named: Mapping[str, Tensor], shown: int = 3) -> str | None:
+def find_bad_gradients(named: Mapping[str, Tensor], shown: int = 3) -> str | None:
     """Name the first parameters, in the order of the model, whose gradient is not finite; None if there are none."""
     names = [name for name, p in named.items() if p.grad is not None and not p.grad.isfinite().all()]
     if not names:
@@ -143,14 +143,14 @@ def check_fits(module: TracedModule, task: Task, batch: Mapping[str, Any], draws
         return
     try:
         with preserve_random_state():
-            args, kwargs = called(task, batch, draws, accelerator)
+            args, kwargs = find_call(task, batch, draws, accelerator)
     except SpecError as error:
         if error.path == ("train", "task"):  # a loss that does not call the module, perhaps this once
             return
         raise
     except Exception:  # the task's own, which the first step tells with its traceback
         return
-    given, inputs = inputs_by_name(module, args, kwargs), inputs_of(module)
+    given, inputs = inputs_by_name(module, args, kwargs), list_inputs(module)
     traced = {name: one for name, one in inputs.items() if one.shape is not None and isinstance(given.get(name), Tensor)}
     like = all(one.shape == tuple(given[name].shape) and one.dtype == given[name].dtype for name, one in traced.items())
     if like and accelerator.mixed_precision == "no":
@@ -167,7 +167,7 @@ def check_fits(module: TracedModule, task: Task, batch: Mapping[str, Any], draws
     for name, one in traced.items():
         given[name] = torch.empty(one.shape or (), dtype=one.dtype, device=given[name].device)
     if _failure(module, (), given, accelerator.autocast()) is None:  # else it is nothing about the batch
-        raise TrainError(misfit(failure, module, batch, args, kwargs)) from failure
+        raise TrainError(describe_misfit(failure, module, batch, args, kwargs)) from failure
 
 
 def _failure(module: TracedModule, args: Any, kwargs: Any, autocast: AbstractContextManager[Any]) -> Exception | None:
@@ -181,7 +181,7 @@ def _failure(module: TracedModule, args: Any, kwargs: Any, autocast: AbstractCon
     return None
 
 
-def without_gradient(
+def find_without_gradient(
     module: nn.Module, task: Task, batch: Mapping[str, Any], draws: Draws, accelerator: Accelerator
 ) -> list[str]:
     """Return the names of trainable parameters that get no gradient from a batch. Buffers, gradients and generators are

@@ -26,13 +26,13 @@ from ..lowerings.linear.fused import fuse
 from ..lowerings.regions.fsdp import shard
 from ..lowerings.regions.nested import nest
 from ..lowerings.regions.submodules import outline
-from .checkpoint import differences
+from .checkpoint import list_differences
 from .outlined_forms import OutlinedForms
 
 PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 
 
-def launched(precision: str, device: str | None = None) -> Accelerator:
+def make_accelerator(precision: str, device: str | None = None) -> Accelerator:
     """Return accelerate's view of this process: single, or one of those that `accelerate launch` or torchrun started. alone, or
     one of those that `accelerate launch` or torchrun started.
 
@@ -55,7 +55,7 @@ def launched(precision: str, device: str | None = None) -> Accelerator:
     return accelerator
 
 
-def relaunched(precision: str, accelerator: Accelerator) -> Accelerator:
+def remake_accelerator(precision: str, accelerator: Accelerator) -> Accelerator:
     """Return an accelerator for the same process and device in the precision of the model's weights. Raises TrainError for fp16
     on a CPU."""
     if precision == "fp16" and accelerator.device.type == "cpu":
@@ -63,25 +63,25 @@ def relaunched(precision: str, accelerator: Accelerator) -> Accelerator:
             "what trains is float16, and computing in it needs loss scaling and so a GPU: on a CPU set dtype: bfloat16 or "
             "float32, or precision: bf16"
         )
-    return launched(precision, str(accelerator.device))
+    return make_accelerator(precision, str(accelerator.device))
 
 
 def check_agreement(accelerator: Accelerator, config: Any) -> None:
     """Raise TrainError in every process, with the differences, if the processes were given different configurations."""
-    for process, other in enumerate(gathered(accelerator, config)):
-        lines = differences(config, other, words=("here", f"in process {process}"))
+    for process, other in enumerate(gather(accelerator, config)):
+        lines = list_differences(config, other, words=("here", f"in process {process}"))
         if lines:
             listed = "\n  ".join(lines)
             mine = accelerator.process_index
             raise TrainError(f"processes {mine} and {process} have different configurations:\n  {listed}")
 
 
-def gathered(accelerator: Accelerator, value: Any) -> list[Any]:
+def gather(accelerator: Accelerator, value: Any) -> list[Any]:
     """Return the value of every process, in their order."""
     return list(gather_object([value])) if accelerator.num_processes > 1 else [value]
 
 
-def most_of_all(number: int) -> int:
+def find_largest(number: int) -> int:
     """Return the largest of the numbers that the processes of a run have; of one process its own."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return number
@@ -91,7 +91,7 @@ def most_of_all(number: int) -> int:
     return int(most)
 
 
-def mean_by_name(
+def average_by_name(
     accelerator: Accelerator, values: Mapping[str, float], names: list[str], flag: float
 ) -> tuple[dict[str, float], float]:
     """Return the mean of each number over the processes that have it, and the sum of their flags.
@@ -103,7 +103,7 @@ def mean_by_name(
     new = sorted(values.keys() - {*names})
     flag, more, *sums = _sums(accelerator, [flag, float(bool(new)), *_with_counts(values, names)])
     if more:
-        added = sorted({name for found in gathered(accelerator, new) for name in found})
+        added = sorted({name for found in gather(accelerator, new) for name in found})
         sums += _sums(accelerator, _with_counts(values, added))
         names += added
     pairs = zip(names, sums[::2], sums[1::2], strict=True)
@@ -119,7 +119,7 @@ def _sums(accelerator: Accelerator, numbers: list[float]) -> list[float]:
     return list(reduced.tolist())
 
 
-def prepared(
+def prepare(
     module: TracedModule, settings: Train, frozen: Callable[[str], bool], accelerator: Accelerator, unused: bool = False
 ) -> tuple[nn.Module, TracedModule | None]:
     """Return the module that runs in training, on shared weights, and the sharded module if there is one.
@@ -190,7 +190,7 @@ def _by_kinds(lowered: TracedModule, settings: Train) -> TracedModule:
         raise SpecError(finding, path=("train", "compile")) from None
 
 
-def to_device(module: nn.Module, place: torch.device) -> None:
+def move_module(module: nn.Module, place: torch.device) -> None:
     """Move a module to a device, unless it is there: torch refuses for packed weights that compiled code looks at."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     if any((t.device.type, t.device.index or 0) != (place.type, place.index or 0) for t in tensors):

@@ -12,9 +12,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from .distributed import gathered
+from .distributed import gather
 from .random_draws import Draws
-from .tasks.task import Task, means
+from .tasks.task import Task, compute_means
 
 
 class Evaluation:
@@ -36,15 +36,15 @@ class Evaluation:
 
     def test(self, loader: Any) -> dict[str, float]:
         """Return the task's metrics on a loader of test data, over all processes."""
-        most = max(gathered(self.accelerator, loader.steps))
+        most = max(gather(self.accelerator, loader.steps))
         with self.evaluating() as module:
             totals, count = self._totals(module, loader.epoch(0))
             for _ in range(most - count if self.sharded else 0):
                 self._totals(module, iter([loader.first(1)]))  # all processes of a sharded module call it as often
-        parts = gathered(self.accelerator, {name: (float(a), float(b)) for name, (a, b) in totals.items()})
+        parts = gather(self.accelerator, {name: (float(a), float(b)) for name, (a, b) in totals.items()})
         names = dict.fromkeys(name for part in parts for name in part)
         pairs = {name: [part[name] for part in parts if name in part] for name in names}
-        return means({name: (sum(a for a, _ in found), sum(b for _, b in found)) for name, found in pairs.items()})
+        return compute_means({name: (sum(a for a, _ in found), sum(b for _, b in found)) for name, found in pairs.items()})
 
     def samples(self, draws: Draws) -> Tensor | None:
         """Return the task's pictures, [n, c, h, w] in [0, 1], or videos, or None if it has none."""
@@ -54,7 +54,7 @@ class Evaluation:
     def _totals(self, module: nn.Module, batches: Iterator[dict[str, Any]]) -> tuple[dict[str, tuple[float, float]], int]:
         """Return the totals of the task's test over batches, and the number of batches."""
         counted = itertools.count()
-        taken = (moved(batch, self.accelerator.device) for batch, _ in zip(batches, counted, strict=False))
+        taken = (move(batch, self.accelerator.device) for batch, _ in zip(batches, counted, strict=False))
         return self.task.test(module, taken), next(counted)
 
     @contextlib.contextmanager
@@ -75,6 +75,6 @@ class Evaluation:
         self.after()
 
 
-def moved(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def move(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Move the tensors of a batch to a device."""
     return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}

@@ -15,7 +15,7 @@ from ..core.errors import TrainError
 from ..core.ir.traced_module import TracedModule
 from ..core.quantised import get_plain_tensors
 from ..core.spec.train_section import Data, Train
-from .checkpoint import Checkpoint, differences
+from .checkpoint import Checkpoint, list_differences
 from .random_draws import preserve_random_state, seed_all
 
 # settings of `train` and `data` that may differ on a resume: how long, how it is divided, computed, saved and shown
@@ -52,7 +52,7 @@ def describe_run(
     spec = getattr(data, "spec", None)
     return {
         **{key: config.get(key) for key in ("model", "weights", "dtype", "leaf")},
-        "base weights": digest_of_tensors(base),
+        "base weights": compute_digest(base),
         "passes": {
             f"{before}{entry['name']}": {**entry["params"], "sites": len(entry["sites"])}
             for before, part in parts.items()
@@ -72,7 +72,7 @@ def describe_run(
 
 def check_same_run(kept: Checkpoint, run: Mapping[str, Any], path: Path) -> None:
     """Raise TrainError, with the differences, for a checkpoint of another run."""
-    lines = differences(_with_later_settings(kept.run, run), run)
+    lines = list_differences(_with_later_settings(kept.run, run), run)
     if not lines:
         return
     weights = [line for line in lines if line.startswith("trained.")]  # which follow from the passes, mostly
@@ -94,7 +94,7 @@ def _with_later_settings(kept: Mapping[str, Any], run: Mapping[str, Any]) -> dic
     return found
 
 
-def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
+def compute_digest(tensors: Mapping[str, Tensor]) -> str:
     """Return a digest of names, shapes, dtypes and all values; values on the meta device are left out."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
@@ -163,7 +163,7 @@ def _of_a_few(items: Any, seed: int) -> Iterator[bytes]:
 
 def _bytes(value: Any) -> Iterator[bytes]:
     if isinstance(value, Tensor):
-        yield digest_of_tensors({"": value}).encode()
+        yield compute_digest({"": value}).encode()
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield str(key).encode()

@@ -48,14 +48,14 @@ def encode_images(
     """Encode what a cache lacks of a loader's images or videos, and let the loader leave out the pixels of those in it.
 
     Each process does its part of the samples. From then on `image` (or `video`), and `condition`, of a batch are lists of
-    `PlacedImage`, which `encoded` takes; also of those that could not be written.
+    `PlacedImage`, which `encode_batch` takes; also of those that could not be written.
 
     Args:
         loader: The loader. One whose pixels do not depend on files alone (`Loader.has_files`), or that has prior images, stays
             as it is.
         cache: The cache; None leaves the loader as it is.
         encode: What makes a value of pixels float32 [1, c, h, w], or [1, c, f, h, w] of a video. It is given one sample at a
-            time, here and in `encoded`: models round differently in batches of other sizes.
+            time, here and in `encode_batch`: models round differently in batches of other sizes.
         others: Whether the rest of a sample (its condition, its caption) needs no pixels either.
         each: What is called with each sample as a batch of one, such as what encodes captions.
         quiet: Whether nothing is printed.
@@ -99,7 +99,7 @@ def encode_images(
     return True
 
 
-def encoded(batch: Batch, cache: EncodedCache | None, encode: Encode) -> list[Any]:
+def encode_batch(batch: Batch, cache: EncodedCache | None, encode: Encode) -> list[Any]:
     """Return what `encode` makes of each image or video of a batch, from the cache where it is.
 
     Args:
@@ -120,12 +120,12 @@ def encoded(batch: Batch, cache: EncodedCache | None, encode: Encode) -> list[An
 
 
 def _encode(encode: Encode, image: PlacedImage) -> Any:
-    with still_readable():
+    with check_still_readable():
         return encode(image.read()[None])
 
 
 @contextlib.contextmanager
-def still_readable() -> Iterator[None]:
+def check_still_readable() -> Iterator[None]:
     """Raise TrainError, inside the context, for an image that could be read when the loader looked at it, and cannot now."""
     try:
         yield

@@ -11,7 +11,7 @@ from ..core.spec.pass_file import check_options, import_target
 from ..core.spec.train_section import Use
 
 
-def imported(name: str, path: tuple[str, ...]) -> Any:
+def import_name(name: str, path: tuple[str, ...]) -> Any:
     """Import what a path names. Raises SpecError, at its place in a configuration, for what does not exist."""
     with prefix_path(*path):
         return import_target(name)
@@ -33,12 +33,12 @@ def construct(kind: Callable[..., Any], use: Use, path: tuple[str, ...] = (), *g
             raise SpecError(f"{use.name} cannot be built: {type(error).__name__}: {error}") from error
 
 
-def function_of(use: Use, path: tuple[str, ...] = (), given: int = 1) -> Any:
+def import_function(use: Use, path: tuple[str, ...] = (), given: int = 1) -> Any:
     """Import a function and bind its options, or make an object of a class. Later calls give `given` values.
 
     Raises SpecError for what cannot be imported or called so.
     """
-    target = imported(use.name, path)
+    target = import_name(use.name, path)
     if isinstance(target, type):
         return construct(target, use, path)
     if not callable(target):

@@ -10,7 +10,7 @@ from typing import Any
 
 
 @contextmanager
-def interruptible() -> Iterator[list[int]]:
+def catch_interrupts() -> Iterator[list[int]]:
     """Yield a list that receives the number of the first SIGINT or SIGTERM; the second one interrupts at once."""
     asked: list[int] = []
 

@@ -30,7 +30,7 @@ class Lines:
         Raises OSError when the disk is full. The partial line is then removed: the file stays readable, and a later write may
         succeed.
         """
-        _append(self.path, json.dumps(plain(record)).encode() + b"\n")
+        _append(self.path, json.dumps(convert_plain(record)).encode() + b"\n")
 
     def read(self) -> list[dict[str, Any]]:
         """Return all records; a last line that a killed process did not finish is left out."""
@@ -67,14 +67,14 @@ def _append(path: Path, data: bytes) -> None:
             raise
 
 
-def plain(value: Any) -> Any:
+def convert_plain(value: Any) -> Any:
     """Convert a value to what JSON can represent."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): convert_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [convert_plain(item) for item in value]
     return value if isinstance(value, (bool, int, str, type(None))) else str(value)

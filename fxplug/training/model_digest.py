@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from ..core.errors import TrainError
 from ..core.quantised import get_plain_tensors
-from .data.image_sources import digest_of_file
+from .data.image_sources import compute_file_digest
 
 THREADS = 8  # which hash weights side by side: hashing takes no lock of Python's
 # what models and tokenizers say of where they come from, and not of what they do
@@ -105,7 +105,7 @@ def _class(kind: Any) -> list[Any]:
         version = getattr(importlib.import_module(kind.__module__.partition(".")[0]), "__version__", None)
         file = getattr(importlib.import_module(kind.__module__), "__file__", None)
     if version is None and file is not None and os.path.isfile(file):
-        version = digest_of_file(Path(file))
+        version = compute_file_digest(Path(file))
     return [name, str(version)]
 
 

@@ -17,9 +17,19 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 from ..core.spec.train_section import Train
-from .epoch_table import TRAINING, UNITS, best_line, columns, header, parameters_line, testing_row, titles, training_row
-from .log_files import Lines, plain
-from .pictures import grid, save_animation, save_curves, save_picture
+from .epoch_table import (
+    TRAINING,
+    UNITS,
+    choose_columns,
+    format_best,
+    format_header,
+    format_parameters,
+    format_testing_row,
+    format_training_row,
+    make_titles,
+)
+from .log_files import Lines, convert_plain
+from .pictures import make_grid, save_animation, save_curves, save_picture
 
 FLUSHED = 10  # seconds after which TensorBoard has what was written
 ROWS = 50  # of a run that is given in steps: with small data it has very many epochs
@@ -80,7 +90,7 @@ class RunMonitor:
                 purged = self._begin + 1 if self._begin else None  # what earlier files have from this step on
                 self._events = self._try("tensorboard", SummaryWriter, str(self.out / "tensorboard"), "", purged, 10, FLUSHED)
             self._print(f"Log files are recorded in: {self.out}")
-        self._print(parameters_line(*counts))
+        self._print(format_parameters(*counts))
         self._print(UNITS)
         if self.console.is_terminal and not self.quiet:
             self._progress = Progress(
@@ -120,7 +130,7 @@ class RunMonitor:
         every = 1 if self.settings.epochs else -(-self.epochs // ROWS)
         if (epoch + 1) % every == 0 or self._step == self.steps:
             loss, seconds = map(fmean, zip(*self._since, strict=True))
-            self._row(TRAINING, training_row(epoch, self.epochs, self.memory(), seconds, loss, lr))
+            self._row(TRAINING, format_training_row(epoch, self.epochs, self.memory(), seconds, loss, lr))
             self._since = []
 
     def test(self, epoch: int, metrics: Mapping[str, float], seconds: float, best: Mapping[str, float] | None = None) -> None:
@@ -128,17 +138,17 @@ class RunMonitor:
         numbers = {name: float(value) for name, value in metrics.items()}
         self._log({"step": self._step, "epoch": epoch, "test": numbers, "seconds": seconds})
         self._try("tensorboard", self._scalars, "test", numbers)
-        shown = columns(numbers)
-        self._row(titles(shown), testing_row(epoch - 1, self.epochs, self.memory(), seconds, shown))
+        shown = choose_columns(numbers)
+        self._row(make_titles(shown), format_testing_row(epoch - 1, self.epochs, self.memory(), seconds, shown))
         if best:
-            self._print(best_line(columns(best)))
+            self._print(format_best(choose_columns(best)))
 
     def samples(self, step: int, images: Tensor) -> None:
         """Save pictures that the model made after a step: [n, c, h, w] in [0, 1], c being 1 or 3; of videos [n, f, c, h, w] the
         first frames as a picture, and all as an animation beside it."""
-        picture = grid(images if images.dim() == 4 else images[:, 0])
+        picture = make_grid(images if images.dim() == 4 else images[:, 0])
         if self.out and images.dim() == 5:
-            frames = [grid(each) for each in images.unbind(1)]
+            frames = [make_grid(each) for each in images.unbind(1)]
             self._try("samples", save_animation, frames, self.out / "samples" / f"step-{step:08d}.webp")
         if self.out:
             self._try("samples", save_picture, picture, self.out / "samples" / f"step-{step:08d}.png")
@@ -152,7 +162,7 @@ class RunMonitor:
             return
         images, names = given()
         if images is not None and images.shape[1] in (1, 3):
-            self._try("samples", save_picture, grid(images), self.out / "samples" / "data.png")
+            self._try("samples", save_picture, make_grid(images), self.out / "samples" / "data.png")
         if names and (self.out / "samples").is_dir():
             said = "".join(f"{' '.join(name.split())}\n" for name in names)
             self._try("samples", (self.out / "samples" / "captions.txt").write_text, said, "utf-8")
@@ -184,7 +194,7 @@ class RunMonitor:
 
     def _row(self, names: tuple[str, ...], row: str) -> None:
         if names != self._columns:
-            self._print("\n" + header(names))
+            self._print("\n" + format_header(names))
             self._columns = names
         self._print(row)
 
@@ -194,7 +204,7 @@ class RunMonitor:
 
     def _scalars(self, prefix: str, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
-            if self._events and isinstance(number := plain(value), (int, float)):
+            if self._events and isinstance(number := convert_plain(value), (int, float)):
                 self._events.add_scalar(f"{prefix}/{name}", number, self._step)
 
     def _log(self, record: Mapping[str, Any]) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..core.errors import TrainError
-from .diagnosis import bad_gradients
-from .distributed import mean_by_name
+from .diagnosis import find_bad_gradients
+from .distributed import average_by_name
 from .plugins import Plugins
 from .run_loss import RunLoss
 from .tasks.task import Batch
@@ -75,7 +75,7 @@ class Stepper:
             if not last:
                 record = {"loss": float(loss), "lr": self.optimizer.param_groups[0]["lr"]}
                 self.plugins.call("on_step_end", **record, seconds=time.perf_counter() - began, **here)
-        means, asked = mean_by_name(self.accelerator, _weighted(reports, counts), self._names, float(self.asked()))
+        means, asked = average_by_name(self.accelerator, _weighted(reports, counts), self._names, float(self.asked()))
         norm = self._change_weights(step, batches)
         self.stop = asked > 0
         skipped = {"skipped": 1.0} if self.skipped else {}
@@ -105,7 +105,7 @@ class Stepper:
         self.overflows += 1
         if self.accelerator.scaler is not None and self.overflows < OVERFLOWS:
             return
-        finding = bad_gradients(self.trained) or "the norm of the gradient is not finite"
+        finding = find_bad_gradients(self.trained) or "the norm of the gradient is not finite"
         raise TrainError(self.loss.diagnose(finding, batches[-1], step, len(batches) - 1, len(batches)))
 
 

@@ -14,7 +14,7 @@ from ..core.errors import SpecError, TrainError
 from ..core.spec.pass_file import get_arguments
 from ..core.spec.train_section import Train, Use
 from ..core.spec.yaml_source import quote_yaml
-from .import_paths import construct, imported
+from .import_paths import construct, import_name
 from .param_groups import check_scheduler, fill, find_by_name
 
 PATH = ("train", "optimizer")
@@ -45,7 +45,7 @@ def open_optimizer(
         check_optimizer(given, groups, settings)
     check_scheduler(scheduler, given)
     made: torch.optim.Optimizer = given or make_optimizer(settings.optimizer, groups)
-    if settings.ema and switches_weights(made):
+    if settings.ema and has_own_weights(made):
         raise SpecError(f"{type(made).__name__} averages the weights itself: leave 'ema' out", path=("train", "ema"))
     return made
 
@@ -78,7 +78,7 @@ def _kind_of(use: Use) -> Any:
     if (library := LIBRARY_OPTIMIZERS.get(use.name.lower())) is not None:
         if find_spec(library.package) is None:
             raise SpecError(f"needs the package '{library.package}': pip install {library.package}", path=(*PATH, use.name))
-        return imported(library.target, PATH)
+        return import_name(library.target, PATH)
     known = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim) if _is_optimizer(getattr(torch.optim, name))}
     return find_by_name(use, known, "optimizer", tuple(LIBRARY_OPTIMIZERS))
 
@@ -135,7 +135,7 @@ def _is_optimizer(value: Any) -> bool:
 # --- optimizers that train other weights than they evaluate with
 
 
-def switches_weights(optimizer: Any) -> bool:
+def has_own_weights(optimizer: Any) -> bool:
     """Return whether an optimizer fills the parameters with other weights in `eval()` than in `train()`, as those of
     schedulefree do (arXiv 2405.15682)."""
     return callable(getattr(optimizer, "eval", None)) and any("train_mode" in group for group in optimizer.param_groups)
@@ -143,23 +143,23 @@ def switches_weights(optimizer: Any) -> bool:
 
 def begin_training(optimizer: Any) -> None:
     """Fill the parameters with the weights that an optimizer trains."""
-    if switches_weights(optimizer):
+    if has_own_weights(optimizer):
         optimizer.train()
 
 
 def end_training(optimizer: Any) -> None:
     """Fill the parameters with the weights that an optimizer evaluates with, until training begins again."""
-    if switches_weights(optimizer):
+    if has_own_weights(optimizer):
         optimizer.eval()
 
 
 @contextmanager
-def evaluation_weights(optimizer: Any, trained: Mapping[str, Tensor]) -> Iterator[None]:
+def use_evaluation_weights(optimizer: Any, trained: Mapping[str, Tensor]) -> Iterator[None]:
     """Fill the trained parameters with the weights that an optimizer evaluates with, inside the context.
 
     After it they are as before, to the bit. The optimizer's own `train()` computes them from the others, and rounds.
     """
-    if not switches_weights(optimizer):
+    if not has_own_weights(optimizer):
         yield
         return
     kept = {name: parameter.detach().clone() for name, parameter in trained.items()}

@@ -21,7 +21,7 @@ from ..core.spec.task_section import Schedule
 from ..core.spec.train_section import GroupRates, Train, Use
 from ..core.spec.yaml_source import quote_yaml, validate
 from ..core.torch_internals.tensors import lerp_all
-from .import_paths import construct, imported
+from .import_paths import construct, import_name
 
 HALVES = (torch.float16, torch.bfloat16)
 SHAPES = ("constant", "linear", "cosine")
@@ -36,7 +36,7 @@ def choose(module: TracedModule, settings: Train, *, others: bool = False) -> li
 
     A pass is one group with its own `lr` and `weight_decay`, by default the run's; a pass with `train: false` is frozen. The
     base parameters that `trainable` names are one group. Trainable half-precision parameters become float32, as PEFT and
-    diffusers have it: autocast casts them in the forward (see `computing_precision`), the optimizer keeps their small changes.
+    diffusers have it: autocast casts them in the forward (see `find_precision`), the optimizer keeps their small changes.
     Raises TrainError when nothing trains, here or among `others`, SpecError for a pattern that names no parameter.
     """
     groups = _groups(module, settings.trainable, others)
@@ -52,7 +52,7 @@ def choose(module: TracedModule, settings: Train, *, others: bool = False) -> li
     return _trained(module, groups)
 
 
-def computing_precision(module: TracedModule, settings: Train, *, others: bool = False) -> str:
+def find_precision(module: TracedModule, settings: Train, *, others: bool = False) -> str:
     """Return the precision that a run computes in: with `fp32`, the dtype of trainable half-precision parameters if there are
     any.
 
@@ -70,7 +70,7 @@ def computing_precision(module: TracedModule, settings: Train, *, others: bool =
     return halves[0] if halves else "fp32"
 
 
-def frozen_names(module: TracedModule, trained: Collection[str], patterns: Sequence[str]) -> Callable[[str], bool]:
+def make_frozen_filter(module: TracedModule, trained: Collection[str], patterns: Sequence[str]) -> Callable[[str], bool]:
     """Return a predicate on names of parameters: whether it is none of the `trained` ones, under any of its names.
 
     A name that no parameter has is frozen unless it is in a pass that trains, or in a module that one of the `patterns` of
@@ -156,7 +156,7 @@ def _groups(module: TracedModule, base: Sequence[str], others: bool = False) -> 
     aliases = {name: canonical[id(p)] for name, p in every if p.is_floating_point() and not is_packed(p)}
     tracked = {name.removesuffix(".running_mean") for name, _ in module.named_buffers() if name.endswith(".running_mean")}
     known = {a: name for a, name in aliases.items() if name not in owner}
-    chosen = named_by(base, known, "the base", ("train", "trainable"), beside=tracked)
+    chosen = find_parameters(base, known, "the base", ("train", "trainable"), beside=tracked)
     if chosen:
         groups.append({"name": BASE, "names": chosen})
     if not groups and not others:
@@ -180,7 +180,7 @@ def _of_pass(entry: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, A
     return list(groups.values())
 
 
-def named_by(
+def find_parameters(
     patterns: Sequence[str], names: Mapping[str, str], whose: str, path: tuple[str, ...], *, beside: Collection[str] = ()
 ) -> list[str]:
     """Return the parameters that patterns name, themselves or through a module around them; `names` maps all their names.
@@ -289,7 +289,7 @@ def divide_groups(groups: list[dict[str, Any]], rates: Mapping[str, GroupRates])
     pattern_of: dict[str, str] = {}
     for given in rates:
         try:
-            pattern_of |= dict.fromkeys(named_by([given], names, "what trains", ()), given)
+            pattern_of |= dict.fromkeys(find_parameters([given], names, "what trains", ()), given)
         except SpecError as error:
             raise SpecError(error.finding, path=("train", "groups", given)) from None
     divided = []
@@ -316,7 +316,7 @@ def find_by_name(use: Use, known: Mapping[str, Any], what: str, more: tuple[str,
         near = did_you_mean(use.name, names) or did_you_mean(use.name.lower(), known)
         finding = f"torch has no {what} '{use.name}'{near}; for another one write 'package.module:Class'"
         raise SpecError(finding, path=("train", what))
-    return imported(use.name, ("train", what))
+    return import_name(use.name, ("train", what))
 
 
 def check_gradients(modules: Mapping[str, TracedModule], groups: list[dict[str, Any]]) -> list[str]:
@@ -373,11 +373,11 @@ class Ema:
 
     def applied(self) -> AbstractContextManager[None]:
         """Return a context manager in which the parameters hold the average; their own values are restored after it."""
-        return filled(self.parameters, self.average)
+        return fill_within(self.parameters, self.average)
 
 
 @contextmanager
-def filled(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+def fill_within(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
     """Fill tensors with other values inside the context, and restore their own after it."""
     kept = {name: held[name].detach().clone() for name in values}
     try:
@@ -391,10 +391,10 @@ def filled(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator
 def fill(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Copy values into the tensors of the same names."""
     for name, value in values.items():
-        held[name].copy_(spread(value, held[name]))
+        held[name].copy_(move_like(value, held[name]))
 
 
-def spread(value: Any, like: Tensor) -> Any:
+def move_like(value: Any, like: Tensor) -> Any:
     """Move a whole tensor to the device of `like` and, where that is sharded and of its shape, shard it the same way."""
     if not isinstance(value, Tensor) or not isinstance(like, DTensor) or value.shape != like.shape:
         return value

@@ -18,7 +18,7 @@ GRAY: dict[str, Any] = {"color": "tab:gray"}
 UNITS = {"acc": "accuracy (%)"}  # of what tests measure
 
 
-def grid(images: Tensor) -> Tensor:
+def make_grid(images: Tensor) -> Tensor:
     """Arrange images [n, c, h, w] in [0, 1], c being 1 or 3, as one uint8 image [3, h, w] with up to 8 of them in a row."""
     from torchvision.utils import make_grid
 

@@ -74,7 +74,7 @@ class Drawn:
     """What is drawn in a step: a generator, and the numbers for all samples of the step so far."""
 
     def __init__(self, seed: int, step: int) -> None:
-        self.generator = torch.Generator().manual_seed(mixed(seed, step, 0))
+        self.generator = torch.Generator().manual_seed(mix(seed, step, 0))
         self.values: dict[Any, Tensor] = {}
 
 
@@ -93,7 +93,7 @@ class RunDraws:
         return Draws(self.seed, step, micro, micros, **where, drawn=self._drawn)
 
 
-def mixed(*numbers: int) -> int:
+def mix(*numbers: int) -> int:
     """Mix several numbers into one 63-bit seed, so that those of neighbouring steps are unrelated (splitmix64, Steele 2014)."""
     mixed = 0
     for number in numbers:
@@ -117,7 +117,7 @@ def preserve_random_state() -> Iterator[None]:
         set_random_state(states)
 
 
-def random_state_dict(stood: tuple[Any, ...] | None = None) -> dict[str, Any]:
+def make_random_state(stood: tuple[Any, ...] | None = None) -> dict[str, Any]:
     """Return the states of the global generators of the CPU and of this process's GPU, or `stood`, as plain values and
     tensors."""
     (version, numbers, gauss), (kind, keys, *rest), cpu, devices = stood or get_random_state()
@@ -126,8 +126,8 @@ def random_state_dict(stood: tuple[Any, ...] | None = None) -> dict[str, Any]:
     return {"python": [version, list(numbers), gauss], "numpy": numpys, "torch": cpu, **device}
 
 
-def read_random_state(state: Mapping[str, Any]) -> None:
-    """Set the generators to the states of a `random_state_dict`."""
+def load_random_state(state: Mapping[str, Any]) -> None:
+    """Set the generators to the states of a `make_random_state`."""
     (version, numbers, gauss), (kind, keys, *rest) = state["python"], state["numpy"]
     set_random_state(((version, tuple(numbers), gauss), (kind, keys.numpy().astype(np.uint32), *rest), state["torch"], []))
     if "cuda" in state and torch.cuda.is_available():
@@ -142,7 +142,7 @@ def seed_all(seed: int) -> None:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def seed_within(seed: int) -> Iterator[None]:
     """Seed every generator of this process inside the context, and restore them after it."""
     with preserve_random_state():
         torch.manual_seed(seed)

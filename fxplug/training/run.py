@@ -19,21 +19,21 @@ from ..core.ir.traced_module import TracedModule
 from ..core.reading import report_errors
 from ..core.spec.run_config import Config, load_config, resolve
 from ..core.spec.train_section import Data
-from ..pipelines.pipeline_model import denoisers_of
-from ..pipelines.recorded_run import components_of
+from ..pipelines.pipeline_model import list_denoisers
+from ..pipelines.recorded_run import get_components
 from ..reporting.reports import report
-from .adapter_output import check_adapter, has_adapter, into_pipeline, pipeline_of, prove_adapter
-from .checkpoint import newest
+from .adapter_output import check_adapter, find_pipeline, has_adapter, prove_adapter, write_adapter
+from .checkpoint import find_newest
 from .data.loader import Loader
 from .data.sources import open_items
-from .distributed import check_agreement, gathered, launched
+from .distributed import check_agreement, gather, make_accelerator
 from .encoded_cache import EncodedCache, open_cache
 from .model_digest import digest_models
 from .plugins import Plugins, load_plugins
-from .random_draws import mixed
+from .random_draws import mix
 from .run_folder import RunFolder
 from .shared_samples import share
-from .tasks.pipeline_denoise import PipelineDenoise, check_options, pipeline_task
+from .tasks.pipeline_denoise import PipelineDenoise, check_options, make_pipeline_task
 from .tasks.task import Task, make_task
 from .trainer import Trainer
 
@@ -93,12 +93,12 @@ def train(
         raise SpecError("the section 'data' is missing: it names the samples", where=config.where())
     with config.located():
         device = config.device if "device" in config.model_fields_set else None
-        accelerator = launched(config.train.precision, device)
+        accelerator = make_accelerator(config.train.precision, device)
         plain = resolve(config)
         check_agreement(accelerator, plain)
         named = Path(source).stem if isinstance(source, (str, Path)) else "train"
-        folder = gathered(accelerator, _folder(name or named, out, resume))[0]
-        start = None if not resume else newest(folder if resume is True else Path(resume))
+        folder = gather(accelerator, _folder(name or named, out, resume))[0]
+        start = None if not resume else find_newest(folder if resume is True else Path(resume))
         if accelerator.is_main_process:
             check = RunFolder(folder, config.train.save, warnings.warn).check
             check(resumes=start is not None and start.is_relative_to(folder))
@@ -122,7 +122,7 @@ def train(
         if task is None:
             pipe, model = result.pipeline, config.model
             caches = {"store": _open_store(config, pipe), "latents": functools.partial(_open_cache, config, LATENTS)}
-            task = pipeline_task(pipe, model.arguments, model.part, config.train.task, **caches)
+            task = make_pipeline_task(pipe, model.arguments, model.part, config.train.task, **caches)
         trainer = Trainer(
             result.module,
             task,
@@ -151,7 +151,7 @@ def train(
                 _report(folder, trainer)
         use = ""
         if accelerator.is_main_process and has_adapter(task, config, result.module):
-            use = into_pipeline(result.module, task, folder, pipeline_of(config))
+            use = write_adapter(result.module, task, folder, find_pipeline(config))
             if isinstance(task, PipelineDenoise) and (folder / "adapter").is_dir():
                 prove_adapter(trainer, task, folder / "adapter")
     return Run(result.module, history, folder, trainer.metrics, trainer, use)
@@ -162,14 +162,14 @@ def _open_prior(spec: Data, base: Path, seed: int, hooks: Plugins | None) -> Loa
     if spec.prior is None:
         return None
     whole = spec.prior.model_copy(update={"buckets": None})
-    return Loader(open_items(spec.prior, base, prior=True), whole, 1, seed=mixed(seed, 1), hooks=hooks)
+    return Loader(open_items(spec.prior, base, prior=True), whole, 1, seed=mix(seed, 1), hooks=hooks)
 
 
 def _open_store(config: Config, pipe: Any) -> EncodedCache | None:
     """Open the cache on the disk for what a pipeline makes of captions, and of pictures beside them: without these its VAE has
     a part in it by its configuration alone."""
-    denoisers = denoisers_of(pipe)
-    makers = {name: part for name, part in components_of(pipe).items() if part is not None and name not in denoisers}
+    denoisers = list_denoisers(pipe)
+    makers = {name: part for name, part in get_components(pipe).items() if part is not None and name not in denoisers}
     if config.data is not None and config.data.conditions is None:
         makers = {name: _without_weights(part) for name, part in makers.items()}
     return _open_cache(config, type(pipe), makers)

@@ -12,10 +12,10 @@ from ..core.errors import GuardError, TrainError
 from ..core.ir.traced_module import TracedModule
 from ..core.spec.train_section import Train
 from ..lowerings.frozen_norms import freeze_norms
-from .diagnosis import first_not_finite, misfit
+from .diagnosis import describe_misfit, find_first_not_finite
 from .distributed import set_mode
 from .random_draws import RunDraws
-from .shared_samples import called
+from .shared_samples import find_call
 from .tasks.task import Batch, Task
 
 
@@ -48,8 +48,8 @@ class RunLoss:
             with self.accelerator.autocast():
                 found = self.task.loss(self.runner, batch, draws)
         except GuardError as error:
-            args, kwargs = called(self.task, batch, draws, self.accelerator)
-            raise TrainError(misfit(error, self.module, batch, args, kwargs)) from error
+            args, kwargs = find_call(self.task, batch, draws, self.accelerator)
+            raise TrainError(describe_misfit(error, self.module, batch, args, kwargs)) from error
         loss, report = found if isinstance(found, tuple) else (found, {})
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
@@ -67,9 +67,9 @@ class RunLoss:
         if not self.settings.shard:
             watched = freeze_norms(self.module, self.frozen)
             set_mode(watched, self.module, self.settings.mode)
-            args, kwargs = called(self.task, batch, self.draws.of(step, micro, micros), self.accelerator)
+            args, kwargs = find_call(self.task, batch, self.draws.of(step, micro, micros), self.accelerator)
             with torch.no_grad(), self.accelerator.autocast():
-                found = first_not_finite(watched, args, kwargs)
+                found = find_first_not_finite(watched, args, kwargs)
             cause = found or "every value in the forward pass is finite, so the loss or the backward pass is not"
         names = [str(name) for name in batch.get("name", [])]
         shown = f"{', '.join(names[:8])}{' ...' * (len(names) > 8)}" if names else "a batch without names"

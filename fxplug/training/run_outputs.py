@@ -16,15 +16,15 @@ from ..core.artifacts.artifact import save
 from ..core.errors import TrainError
 from ..core.ir.traced_module import TracedModule
 from ..core.torch_internals.modules import tree_map
-from ..lowerings.regions.submodules import originals
+from ..lowerings.regions.submodules import get_originals
 from .checkpoint import PREFIX, Checkpoint, list_checkpoints, read
-from .distributed import gathered
+from .distributed import gather
 from .identity import check_same_run
 from .monitor import RunMonitor
-from .optimizers import end_training, switches_weights
-from .param_groups import fill, filled
+from .optimizers import end_training, has_own_weights
+from .param_groups import fill, fill_within
 from .plugins import Plugins
-from .random_draws import random_state_dict
+from .random_draws import make_random_state
 from .run_folder import RunFolder
 from .state import TrainState, gather_full
 from .tasks.task import Task
@@ -77,14 +77,14 @@ class RunOutputs:
             self.folder.open(resumes=start is not None and self.out is not None and start.is_relative_to(self.out))
         except TrainError as error:
             found = str(error)
-        if found := next(filter(None, gathered(self.accelerator, found)), ""):
+        if found := next(filter(None, gather(self.accelerator, found)), ""):
             raise TrainError(found)
 
     # --- checkpoints
 
     def _checkpoint(self) -> Checkpoint:
         self.progress.log_length = self.watch.log_length
-        return Checkpoint(self.state.state_dict(), self.describe(), gathered(self.accelerator, random_state_dict()))
+        return Checkpoint(self.state.state_dict(), self.describe(), gather(self.accelerator, make_random_state()))
 
     def keep(self) -> None:
         """Write the newest checkpoint, and call the plugins' hook. A full disk ends the run if the settings say so."""
@@ -107,7 +107,7 @@ class RunOutputs:
             self.keep_at(self.out / "best")
         else:
             self.best = self._checkpoint()
-            if switches_weights(self.state.optimizer):  # the weights to evaluate are computed from what it keeps now
+            if has_own_weights(self.state.optimizer):  # the weights to evaluate are computed from what it keeps now
                 self.best.state["optimizer"] = copy.deepcopy(self.best.state["optimizer"])
 
     def _tell(self, path: Path) -> None:
@@ -159,7 +159,7 @@ class RunOutputs:
         if kept is None:
             return  # no test had a number
         self.state.load_weights(kept.state)
-        if switches_weights(self.state.optimizer):
+        if has_own_weights(self.state.optimizer):
             self.state.load_optimizer(kept.state)
         if self.state.ema is not None:
             fill(self.state.trained, kept.state["ema"])
@@ -205,7 +205,7 @@ class RunOutputs:
             with self.folder.reported("trained text encoder"):
                 encoder.save(self.out / "text")
         if averages:
-            with filled(named, averages), self.folder.reported("module with averaged weights"):
+            with fill_within(named, averages), self.folder.reported("module with averaged weights"):
                 save(self.module, self.out / "ema", config=self.config)
                 if encoder is not None:
                     encoder.save(self.out / "text_ema")
@@ -232,7 +232,7 @@ class RunOutputs:
             try:
                 if not kept or kept[-1].name != f"{PREFIX}{step:08}":
                     self.progress.log_length = self.watch.log_length
-                    random = [random_state_dict(self.state.last_random)]
+                    random = [make_random_state(self.state.last_random)]
                     kept.append(self.folder.write(Checkpoint(self.state.state_dict(), self.describe(), random)))
             except Exception as other:  # the system's or torch's; the first error is the one that counts
                 lost = f"it cannot be written: {other}"
@@ -250,12 +250,12 @@ class RunOutputs:
         self.watch.note(text, said=False)
 
 
-def buffers_of(parts: Mapping[str, TracedModule]) -> dict[str, Tensor]:
+def list_buffers(parts: Mapping[str, TracedModule]) -> dict[str, Tensor]:
     """Return the buffers of modules by their names in a checkpoint; `parts` by the prefix of these names."""
     return {f"{before}{name}": buffer for before, part in parts.items() for name, buffer in part.named_buffers()}
 
 
-def buffers_of_sharded(sharded: nn.Module) -> dict[str, Tensor]:
+def list_sharded_buffers(sharded: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of a sharded module by their names in the traced one."""
-    named = originals(sharded)  # type: ignore[arg-type]
+    named = get_originals(sharded)  # type: ignore[arg-type]
     return {name: tensor for name, tensor in named.items() if not isinstance(tensor, nn.Parameter)}

@@ -18,9 +18,9 @@ from ..core.ir.traced_module import TracedModule
 from ..core.spec.train_section import Train
 from ..core.torch_internals.modules import tree_map
 from ..parallel.plan import Plan, parallel_plan, parallelize
-from ..parallel.planning.walk import bound, restore_state, walk
-from ..parallel.runtime.mesh import AXES, all_degrees
-from .distributed import gathered, set_mode
+from ..parallel.planning.walk import bind, restore_state, walk
+from ..parallel.runtime.mesh import AXES, fill_degrees
+from .distributed import gather, set_mode
 from .random_draws import Draws, preserve_random_state
 from .tasks.task import Task
 
@@ -44,7 +44,7 @@ def share(accelerator: Accelerator, settings: Train) -> tuple[int, int]:
     return accelerator.process_index // together, processes // together
 
 
-def divided(
+def divide(
     module: TracedModule,
     settings: Train,
     task: Task,
@@ -69,7 +69,7 @@ def divided(
     draws = Draws(0, 0, rank=rank, world=world, device=accelerator.device)
     try:
         with preserve_random_state(), _as_traced(module, dtypes):
-            args, kwargs = called(task, batch, draws, accelerator)
+            args, kwargs = find_call(task, batch, draws, accelerator)
             if settings.precision != "fp32":  # what autocast would do
                 args, kwargs = tree_map(lambda x: x.to(module.dtype) if _is_floating(x) else x, (args, kwargs))
             plan = parallel_plan(module, args, kwargs, ulysses=ways["ulysses"], ring=ways["ring"])
@@ -90,7 +90,7 @@ class _CallRecorder(nn.Module):
         raise _Called(args, kwargs)
 
 
-def called(task: Task, batch: Mapping[str, Any], draws: Draws, accelerator: Accelerator) -> tuple[Any, Any]:
+def find_call(task: Task, batch: Mapping[str, Any], draws: Draws, accelerator: Accelerator) -> tuple[Any, Any]:
     """Return the arguments of the first call of the module in a task's loss of a batch."""
     with torch.no_grad(), accelerator.autocast():
         try:
@@ -105,7 +105,7 @@ def _check_draws(gm: TracedModule, plan: Plan, args: Any, kwargs: Any) -> None:
     """Raise SpecError for an operation that draws random numbers, if the plan does not let the first process draw for all."""
     graph = gm.graphs.get(plan.mode) or gm.graph
     with restore_state(gm):
-        drawn = walk(gm, graph, bound(gm, args, kwargs)).random
+        drawn = walk(gm, graph, bind(gm, args, kwargs)).random
     known = {node.name for stage in plan.stages for node in stage.modes[plan.mode].walk.random}
     for node in graph.nodes:
         if node in drawn and node.name not in known:
@@ -135,7 +135,7 @@ def _is_floating(value: Any) -> bool:
 
 def _degrees(settings: Train) -> dict[str, int]:
     given = settings.parallel
-    return all_degrees({axis: n for axis, n in given if axis in AXES} if given else {})
+    return fill_degrees({axis: n for axis, n in given if axis in AXES} if given else {})
 
 
 def _together(settings: Train) -> int:
@@ -149,7 +149,7 @@ def _check_equal_samples(accelerator: Accelerator, together: int, batch: Mapping
         digest.update(f"{key} {value if not isinstance(value, Tensor) else tuple(value.shape)}".encode())
         if isinstance(value, Tensor):
             digest.update(value.cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes())
-    found, mine = gathered(accelerator, digest.hexdigest()), accelerator.process_index
+    found, mine = gather(accelerator, digest.hexdigest()), accelerator.process_index
     for other in range(mine // together * together, (mine // together + 1) * together):
         if found[other] != found[mine]:
             raise TrainError(

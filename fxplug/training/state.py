@@ -14,7 +14,7 @@ from ..core.capture.isolation import get_random_state
 from ..core.errors import TrainError
 from ..core.torch_internals.modules import tree_map
 from ..core.torch_internals.tensors import version
-from .param_groups import Ema, fill, spread
+from .param_groups import Ema, fill, move_like
 from .progress import Progress
 from .schedule import RateSchedule
 
@@ -107,7 +107,7 @@ class TrainState:
         optimizer = copy.deepcopy(state["optimizer"])
         for index, parameter in enumerate(self.trained.values()):
             of = optimizer["state"].get(index, {})
-            of.update({key: spread(value, parameter) for key, value in of.items()})
+            of.update({key: move_like(value, parameter) for key, value in of.items()})
         self.optimizer.load_state_dict(optimizer)
 
     def load_weights(self, state: State) -> None:

@@ -14,7 +14,7 @@ from ..core.rewriter.applying import apply
 from ..core.rewriter.matcher import find
 from ..core.spec.run_config import check_settings, read_passes
 from ..core.spec.train_section import Train
-from .evaluation import moved
+from .evaluation import move
 from .plugins import Plugins
 from .tasks.task import Task, TaskInfo
 
@@ -42,7 +42,7 @@ def set_up_task(
         classes=data.classes,
         timm=timm,
         base=base,
-        examples=lambda count: moved(loader.first(count), device),
+        examples=lambda count: move(loader.first(count), device),
         prompt=plugins.modify_sample_prompt,
         seed=seed,
         trigger=getattr(getattr(data, "spec", None), "trigger", None),
@@ -93,7 +93,7 @@ def with_assistant(module: TracedModule, settings: Train, base: Path) -> TracedM
     return made.to(next(module.parameters()).device)
 
 
-def trained_beside(task: Task, settings: Train, processes: int) -> list[dict[str, Any]]:
+def list_trained_beside(task: Task, settings: Train, processes: int) -> list[dict[str, Any]]:
     """List the groups of the text encoder's parameters that train. Raises SpecError where that is not possible."""
     if not task.trains or task.encoder is None:
         return []
@@ -103,7 +103,7 @@ def trained_beside(task: Task, settings: Train, processes: int) -> list[dict[str
     return task.encoder.groups(settings)
 
 
-def rewritten_parts(module: TracedModule, task: Task) -> dict[str, TracedModule]:
+def list_rewritten_parts(module: TracedModule, task: Task) -> dict[str, TracedModule]:
     """List the modules of a run that passes are in, by what the names of their parameters begin with: "" or `text_encoder.`.
 
     Raises SpecError for a module with a part or pass of the encoder's name, as two parameters could have one name then.

@@ -17,32 +17,32 @@ from accelerate import Accelerator
 from ..core.errors import TrainError
 from ..core.ir.traced_module import TracedModule
 from ..core.spec.train_section import Train, format_use, read_use
-from ..lowerings.frozen_norms import HeldBuffers, frozen_buffers
-from ..lowerings.regions.submodules import originals
-from .checkpoint import newest
+from ..lowerings.frozen_norms import HeldBuffers, find_frozen_buffers
+from ..lowerings.regions.submodules import get_originals
+from .checkpoint import find_newest
 from .checks import check_batches, check_samples, check_saved, check_used, choose_precision
-from .data.loader import Loader, too_many
+from .data.loader import Loader, list_skipped
 from .data.sources import match_test_items
-from .data.wrapped_loader import loader_of
-from .diagnosis import check_fits, without_gradient
-from .distributed import check_agreement, gathered, launched, prepared, set_mode, to_device
-from .evaluation import Evaluation, moved
-from .identity import describe_run, digest_of_tensors
-from .interrupts import interruptible
+from .data.wrapped_loader import make_loader
+from .diagnosis import check_fits, find_without_gradient
+from .distributed import check_agreement, gather, make_accelerator, move_module, prepare, set_mode
+from .evaluation import Evaluation, move
+from .identity import compute_digest, describe_run
+from .interrupts import catch_interrupts
 from .monitor import RunMonitor
 from .optimizer_step import Stepper
-from .optimizers import begin_training, evaluation_weights, open_optimizer
-from .param_groups import Ema, check_gradients, choose, divide_groups, frozen_names
+from .optimizers import begin_training, open_optimizer, use_evaluation_weights
+from .param_groups import Ema, check_gradients, choose, divide_groups, make_frozen_filter
 from .plugins import Plugins, RunStart, load_plugins
 from .progress import Progress
-from .random_draws import Draws, RunDraws, mixed, preserve_random_state, read_random_state, seeded
+from .random_draws import Draws, RunDraws, load_random_state, mix, preserve_random_state, seed_within
 from .run_folder import RunFolder
 from .run_loss import RunLoss
-from .run_outputs import RunOutputs, buffers_of, buffers_of_sharded
+from .run_outputs import RunOutputs, list_buffers, list_sharded_buffers
 from .schedule import RateSchedule
-from .shared_samples import divided, share
+from .shared_samples import divide, share
 from .state import TrainState
-from .task_setup import check_task_settings, rewritten_parts, set_up_task, trained_beside, with_assistant
+from .task_setup import check_task_settings, list_rewritten_parts, list_trained_beside, set_up_task, with_assistant
 from .tasks.task import Batch, Task, make_task
 
 
@@ -95,7 +95,7 @@ class Trainer:
             raise TrainError(f"{', '.join(train)} would have no effect beside settings=...: set it there")
         self.settings = settings or check_task_settings(self.task, train)
         self.config = dict(config or {"model": module.classes[0], "train": self.settings.model_dump(mode="json")})
-        self.accelerator = accelerator or launched(self.settings.precision, device)
+        self.accelerator = accelerator or make_accelerator(self.settings.precision, device)
         precise = choose_precision(module, self.settings, self.accelerator, others=self.task.trains)
         self.settings, self.accelerator, self.notes = precise
         self.first = self.accelerator.is_main_process
@@ -106,12 +106,12 @@ class Trainer:
         self.groups = choose(module, self.settings, others=self.task.trains)
         place = self.accelerator.device
         self.base = Path(base or Path.cwd())
-        to_device(module, place)
+        move_module(module, place)
         self.rank, self.world = share(self.accelerator, self.settings)
         self.draws = RunDraws(seed, rank=self.rank, world=self.world, device=place)
         common: dict[str, Any] = {"batch": self.settings.batch, "seed": seed, "rank": self.rank, "world": self.world}
-        self.data = loader_of(data, train=True, hooks=self.plugins if self.plugins.transforms else None, **common)
-        self.tests = None if test is None else loader_of(test, train=False, hooks=None, **common)
+        self.data = make_loader(data, train=True, hooks=self.plugins if self.plugins.transforms else None, **common)
+        self.tests = None if test is None else make_loader(test, train=False, hooks=None, **common)
         if isinstance(self.data, Loader) and isinstance(self.tests, Loader):
             match_test_items(self.tests.items, self.data.items)
         for key in ("patience", "best"):
@@ -121,7 +121,7 @@ class Trainer:
         check_batches(self.settings, self.task, data)
         where = {"device": place, "base": self.base, "timm": timm, "plugins": self.plugins, "seed": seed}
         set_up_task(self.task, module, self.data, self.tests, name=self.settings.task.name, **where)
-        self.parts = rewritten_parts(module, self.task)
+        self.parts = list_rewritten_parts(module, self.task)
         if self.out is not None:
             check_saved(self.parts.values())
         self._check_first_batch()  # before plugins see the module, which may hook it
@@ -131,7 +131,7 @@ class Trainer:
                 trains=bool(self.groups), keep_at=lambda path: self.outputs.keep_at(path),
             )  # fmt: skip
         )
-        self.groups += trained_beside(self.task, self.settings, self.accelerator.num_processes)
+        self.groups += list_trained_beside(self.task, self.settings, self.accelerator.num_processes)
         self.groups = divide_groups(self.groups, self.settings.groups)
         if not self.groups:
             raise TrainError("nothing trains: no pass of the module or of the text encoder has parameters that train")
@@ -181,8 +181,8 @@ class Trainer:
         if self.accelerator.num_processes == 1 or self.settings.shard or self.settings.parallel is not None:
             return False
         batch, draws = self._first_batch()
-        found = batch is None or bool(without_gradient(self.module, self.task, batch, draws, self.accelerator))
-        return any(gathered(self.accelerator, found))
+        found = batch is None or bool(find_without_gradient(self.module, self.task, batch, draws, self.accelerator))
+        return any(gather(self.accelerator, found))
 
     @property
     def steps(self) -> int:
@@ -199,14 +199,14 @@ class Trainer:
         names = {name for group in self.groups for name in group["names"]}
         if self.accelerator.num_processes > 1:  # before the weights of the first take the place of the others'
             start = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-            check_agreement(self.accelerator, {"weights at the start": digest_of_tensors(start)})
-        self.frozen = frozen_names(self.module, names, self.settings.trainable)
+            check_agreement(self.accelerator, {"weights at the start": compute_digest(start)})
+        self.frozen = make_frozen_filter(self.module, names, self.settings.trainable)
         self.divided = self._divided()
         self.learner = with_assistant(self.divided, self.settings, self.base)
         unused = self._some_without_gradient()
-        self.runner, self.sharded = prepared(self.learner, self.settings, self.frozen, self.accelerator, unused)
+        self.runner, self.sharded = prepare(self.learner, self.settings, self.frozen, self.accelerator, unused)
         if self.sharded is not None:
-            held = originals(self.sharded)
+            held = get_originals(self.sharded)
             for group in self.groups:
                 group["params"] = [held[name] for name in group["names"]]
             if self.plugins.has("on_backpropagation"):
@@ -217,17 +217,17 @@ class Trainer:
         self.plugins.begin_steps(self.optimizer)
         self.trained = {name: p for group in self.groups for name, p in zip(group["names"], group["params"], strict=True)}
         self.ema = Ema(self.trained, self.settings.ema) if self.settings.ema else None
-        buffers = buffers_of(self.parts) if self.sharded is None else buffers_of_sharded(self.sharded)
+        buffers = list_buffers(self.parts) if self.sharded is None else list_sharded_buffers(self.sharded)
         self.state = TrainState(
             self.trained, buffers, made, self.schedule, self.progress, ema=self.ema, scaler=self.accelerator.scaler
         )
-        self.held = HeldBuffers(frozen_buffers(self.module, self.frozen), self.state.first_buffers)
+        self.held = HeldBuffers(find_frozen_buffers(self.module, self.frozen), self.state.first_buffers)
         loss = RunLoss(self.module, self.runner, self.task, self.settings, self.accelerator, self.draws, self.frozen)
         self.take_step = Stepper(loss, self.optimizer, self.trained, self.settings.clip, self.plugins, self._look_at_gradients)
         both = self.divided.twin_error == self.module.twin_error  # else only one mode can be divided
         shown = self.sharded or (self.divided if both else self.module)
         after = functools.partial(set_mode, self.runner, self.module, self.settings.mode)
-        weights = self.ema.applied if self.ema else functools.partial(evaluation_weights, made, self.trained)
+        weights = self.ema.applied if self.ema else functools.partial(use_evaluation_weights, made, self.trained)
         self.evaluation = Evaluation(shown, self.task, self.accelerator, weights, after, sharded=self.sharded is not None)
 
     @functools.cached_property
@@ -257,7 +257,7 @@ class Trainer:
         with preserve_random_state():
             batch = next(self.data.epoch(0))
         self.data.close()
-        return divided(self.module, self.settings, self.task, self.moved(batch), self.accelerator, self.dtypes)
+        return divide(self.module, self.settings, self.task, self.moved(batch), self.accelerator, self.dtypes)
 
     def _look_at_gradients(self) -> None:
         """Note what got no gradient. Raises TrainError for a block that none reached."""
@@ -284,10 +284,10 @@ class Trainer:
         """
         if self.history and self.progress.step >= self.steps:
             return self.history
-        start = None if resume is None else newest(Path(resume))
+        start = None if resume is None else find_newest(Path(resume))
         if self.out is not None or start is not None or self.accelerator.num_processes > 1:
             check_agreement(self.accelerator, self.run)  # made before the training changes what it is made of
-        with self.outputs.opened(start), seeded(mixed(self.seed, self.rank)):
+        with self.outputs.opened(start), seed_within(mix(self.seed, self.rank)):
             if start is not None:
                 self._resume(start)
                 self.history = self.watch.history()
@@ -306,7 +306,7 @@ class Trainer:
         length = {"steps": self.steps, "epochs": self.epochs, "global_step": self.progress.seen}
         self.plugins.call("on_training_start", optimizer=self.optimizer, config=self.config, **length)
         try:
-            with interruptible() as asked:
+            with catch_interrupts() as asked:
                 self.take_step.asked = lambda: bool(asked)
                 if self.settings.log.samples and not self.progress.step:
                     self._pictures()
@@ -432,7 +432,7 @@ class Trainer:
         random = self.outputs.resume(path)
         self.take_step.checked = True
         if len(random) == self.accelerator.num_processes:
-            read_random_state(random[self.accelerator.process_index])
+            load_random_state(random[self.accelerator.process_index])
             self.state.end_step()
         else:
             self.watch.note("the number of processes differs from before: dropout draws other numbers from here on")
@@ -462,7 +462,7 @@ class Trainer:
         for loader in (self.data, self.tests) if self.tests else (self.data,):
             loader.close()
             if loader.skipped:
-                self.watch.note(f"{len(loader.skipped)} images could not be read: {too_many(loader.skipped)}")
+                self.watch.note(f"{len(loader.skipped)} images could not be read: {list_skipped(loader.skipped)}")
         self.watch.close(self.history)
 
     # --- looking at what was learnt
@@ -497,4 +497,4 @@ class Trainer:
         Returns:
             The same, with its tensors on the device.
         """
-        return moved(batch, self.accelerator.device)
+        return move(batch, self.accelerator.device)

@@ -22,7 +22,7 @@ from torch import nn
 import fxplug
 from fxplug import ArtifactError
 from fxplug.core.ir import functions
-from fxplug.exports.call_signature import evaluate, parsed
+from fxplug.exports.call_signature import evaluate, parse
 
 
 def test_hostile_artifacts_do_nothing():
@@ -293,7 +293,7 @@ def test_json_is_measured_before_it_is_read(folder, text):  # noqa: F811
 )
 def test_conditions_of_packages_are_bounded(text):
     with pytest.raises((fxplug.FxplugError, ArithmeticError)) as error:
-        evaluate(parsed(text), {"x": torch.ones(3)})
+        evaluate(parse(text), {"x": torch.ones(3)})
     assert len(str(error.value)) < 300
 
 

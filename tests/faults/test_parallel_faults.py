@@ -20,8 +20,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import fxplug
 from fxplug.parallel.comparison import check_pretended
 from fxplug.parallel.runtime import faults
-from fxplug.parallel.runtime.mesh import all_degrees
-from fxplug.parallel.runtime.pretended import PRETENDED, pretended
+from fxplug.parallel.runtime.mesh import fill_degrees
+from fxplug.parallel.runtime.pretended import PRETENDED, run_simulated
 
 SECONDS = 4  # the timeout of the group
 
@@ -72,7 +72,7 @@ def by_rank(gm, change, ways=None):
             module(x)
         return str(found.value)
 
-    return pretended(plan.ways, run)
+    return run_simulated(plan.ways, run)
 
 
 def test_other_inputs_weights_and_buffers_are_told_at_the_first_call():
@@ -122,7 +122,7 @@ def test_other_inputs_and_weights_are_told_at_every_call():
                     new(x)
             return str(found.value)
 
-        found = pretended(plan.ways, run)
+        found = run_simulated(plan.ways, run)
         assert text in found[0] and found[0] == found[1]
 
 
@@ -137,7 +137,7 @@ def test_other_modes_are_told_before_anything_travels():
                 new(tokens())
             return str(found.value)
 
-        found = pretended(all_degrees({"ulysses": 2}), run)
+        found = run_simulated(fill_degrees({"ulysses": 2}), run)
         assert "the mode of process 1 is not that of process 0" in found[0] and text in found[0] and found[0] == found[1]
 
 
@@ -148,7 +148,7 @@ def test_other_plans_are_told_at_the_first_call():
     assert len(set(by_rank(traced(), lambda rank, _: ([one, more][rank], tokens())))) == 1
     found = by_rank(traced(), lambda rank, _: ([one, more][rank], tokens()))
     assert "the plan of process 1 is not that of process 0" in found[0]
-    same = pretended(all_degrees({"ulysses": 2}), lambda rank: [one, two][rank](tokens()))
+    same = run_simulated(fill_degrees({"ulysses": 2}), lambda rank: [one, two][rank](tokens()))
     assert torch.equal(*same)
 
 
@@ -163,7 +163,7 @@ def test_the_weights_of_all_calls_are_summed_once(monkeypatch):
     def run(rank):
         return [new(tokens()), new(tokens(1))]
 
-    for outs in pretended(fxplug.parallel_plan(gm, tokens(), check=False, ulysses=2).ways, run):
+    for outs in run_simulated(fxplug.parallel_plan(gm, tokens(), check=False, ulysses=2).ways, run):
         assert torch.allclose(outs[1], gm(tokens(1)), atol=1e-5)
     weights = len(new.state_dict())
     assert weights + 4 <= len(seen) <= 2 * weights + 4 and PRETENDED.get() is None

@@ -152,7 +152,7 @@ def test_interrupts_at_any_time(monkeypatch):
 @pytest.mark.parametrize("lasts", [False, True])
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_a_live_merge_without_memory_is_whole_or_says_so(at, lasts, monkeypatch):
-    module, real, calls = loaded("live merge"), live.updated, 0
+    module, real, calls = loaded("live merge"), live.add_lora, 0
     before = seen(module)
 
     def scarce(*args, **kwargs):
@@ -162,7 +162,7 @@ def test_a_live_merge_without_memory_is_whole_or_says_so(at, lasts, monkeypatch)
             raise MemoryError
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(live, "updated", scarce)
+    monkeypatch.setattr(live, "add_lora", scarce)
     with pytest.raises(MemoryError):
         module.adapters.use("b")
     if lasts:
@@ -193,7 +193,7 @@ def test_a_reading_beside_changes_is_of_one_state(tmp_path):
         fxplug.save(gm, tmp_path / "out")
         return fxplug.load(tmp_path / "out")
 
-    ways = {"deepcopy": copy.deepcopy, "save": saved, "live": live.live, "merge": fxplug.merge}
+    ways = {"deepcopy": copy.deepcopy, "save": saved, "live": live.merge_live, "merge": fxplug.merge}
     module.adapters.load("a", sources[0], replace=True)
     wanted = {name: [] for name in ways}
     for source in sources:

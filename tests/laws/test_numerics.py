@@ -17,7 +17,7 @@ from fxplug.core.errors import SpecError
 from fxplug.core.ir.containers import list_leaves
 from fxplug.core.spec.pass_file import list_shipped, open_pass
 from fxplug.core.spec.rules import NUMERICS
-from fxplug.parallel.runtime.pretended import pretended
+from fxplug.parallel.runtime.pretended import run_simulated
 
 FAMILIES = {
     "a ViT": "timm/vit_tiny_patch16_224", "a ConvNet": "", "a UNet": "diffusers/UNet2DConditionModel-sd15",
@@ -101,7 +101,7 @@ def test_a_pass_that_rounds_is_as_near_as_another_order_of_sums(name, ways, fami
     plan = fxplug.parallel_plan(base.gm, base.args, base.kwargs, **ways)
     new = fxplug.parallelize(base.gm, plan)
     want = result(base.model, base)
-    for found in pretended(plan.ways, lambda rank: result(new, base)):
+    for found in run_simulated(plan.ways, lambda rank: result(new, base)):
         for one, other in zip(found, want, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 

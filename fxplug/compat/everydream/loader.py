@@ -102,7 +102,7 @@ def load(spec: Any, local: LocalModules) -> object:
         raise SpecError(f"must be an import path, or one with its options below it, not {quote_yaml(spec)}")
     kind, name = (_import(spec, local), spec) if isinstance(spec, str) else (spec, getattr(spec, "__name__", ""))
     plugin = construct(kind, Use(name, dict(options or {}))) if isinstance(kind, type) else kind
-    if not hook_methods(plugin) and not isinstance(plugin, BasePlugin):
+    if not list_hook_methods(plugin) and not isinstance(plugin, BasePlugin):
         raise SpecError(f"{type(plugin).__name__} is not a plugin: it has none of the methods {', '.join(OFFERED)}")
     return plugin
 
@@ -126,7 +126,7 @@ def _import(path: str, local: LocalModules) -> type:
     raise SpecError(f"{path} is {quote_yaml(found)}, not a class")
 
 
-def hook_methods(plugin: object) -> dict[str, tuple[Callable[..., Any], tuple[str, ...]]]:
+def list_hook_methods(plugin: object) -> dict[str, tuple[Callable[..., Any], tuple[str, ...]]]:
     """Return the hooks of a plugin, each with its method and the names of its data. Raises SpecError for an unknown hook."""
     methods = {}
     for hook in dir(plugin):

@@ -18,8 +18,8 @@ from ...core.errors import SpecError, TrainError, did_you_mean, prefix_path
 from ...core.spec.yaml_source import quote_yaml
 from ...training.plugins import Plugins, RunStart
 from .hooks import OFFERED
-from .loader import CHAINED, LocalModules, hook_methods, load
-from .state import Optimizers, TrainBatch, TrainingState, batch_for_plugins, optimizer_config
+from .loader import CHAINED, LocalModules, list_hook_methods, load
+from .state import Optimizers, TrainBatch, TrainingState, describe_optimizer, make_plugin_batch
 
 LIMITS = {"on_epoch_": 5.0, "on_training_": 20.0, "on_model_": 20.0, "": 0.5}  # seconds of one call, as in EveryDream2trainer
 SHARE = 0.01  # of the run: a plugin that takes more is named at its end
@@ -62,7 +62,7 @@ class LoadedPlugins(Plugins):
                 plugin = load(spec, self._local)
             name, count = type(plugin).__name__, sum(type(p).__name__ == type(plugin).__name__ for p in self._plugins.values())
             self._plugins[f"{name}@{count}" if count else name] = plugin
-        self._places = [(name, hook) for name, plugin in self._plugins.items() for hook in hook_methods(plugin)]
+        self._places = [(name, hook) for name, plugin in self._plugins.items() for hook in list_hook_methods(plugin)]
         self._tally = torch.zeros(len(self._places), 4, dtype=torch.float64)
         if any(hook.startswith(CHAINED) for _, hook in self._places):
             self._tally.share_memory_()  # type: ignore[no-untyped-call]  # what happens in worker processes counts too
@@ -73,7 +73,7 @@ class LoadedPlugins(Plugins):
         self._at: tuple[Any, Any] = (None, None)  # epoch and step, for messages
         self._calls: dict[str, list[Callable[[Any], Any]]] = {hook: [] for hook in OFFERED}
         for name, plugin in self._plugins.items():
-            for hook, (method, wanted) in hook_methods(plugin).items():
+            for hook, (method, wanted) in list_hook_methods(plugin).items():
                 self._calls[hook].append(self._guarded(name, hook, method, wanted, rows[name, hook]))
 
     def has(self, hook: str) -> bool:
@@ -105,7 +105,7 @@ class LoadedPlugins(Plugins):
         self.call(
             "on_model_load",
             config=run.config,
-            optimizer_config=optimizer_config(task, run.settings),
+            optimizer_config=describe_optimizer(task, run.settings),
             resume_ckpt=task.encoder and task.encoder.source,
             disable_unet_training=not run.trains,
             disable_textenc_training=not task.trains,
@@ -118,7 +118,7 @@ class LoadedPlugins(Plugins):
     def see_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the batch on the device, with the entries of EveryDream2trainer's batch if a plugin sees it."""
         seen = any(self.has(hook) for hook in ("on_step_start", "on_backpropagation", "on_step_end"))
-        return batch_for_plugins(batch, self._task) if seen else batch
+        return make_plugin_batch(batch, self._task) if seen else batch
 
     def call(self, hook: str, **data: Any) -> None:
         """Call the hook of every plugin that has it, in the order of the configuration.

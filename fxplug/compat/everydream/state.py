@@ -135,7 +135,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
-def batch_for_plugins(batch: dict[str, Any], task: Task) -> dict[str, Any]:
+def make_plugin_batch(batch: dict[str, Any], task: Task) -> dict[str, Any]:
     """Return a batch with the entries of EveryDream2trainer's: `captions`, `tokens` [b, n] if the task has a text encoder,
     `loss_scale` [b] and `runt_size`, 0, as no sample is repeated to fill it up. The loss adds `timesteps` [b]."""
     image = batch.get("image")
@@ -149,7 +149,7 @@ def batch_for_plugins(batch: dict[str, Any], task: Task) -> dict[str, Any]:
     return found
 
 
-def optimizer_config(task: Task, settings: Train) -> dict[str, Any]:
+def describe_optimizer(task: Task, settings: Train) -> dict[str, Any]:
     """Describe what trains and how, in the form of EveryDream2trainer's optimizer.json."""
     rates = {"lr": settings.lr, "weight_decay": settings.weight_decay}
     base = {"optimizer": settings.optimizer.name, **settings.optimizer.options, **rates}

@@ -28,7 +28,7 @@ class HookParam(FxplugError):
         self.name = name
 
 
-class Making:
+class PluginContext:
     """The making of one plugin: `plugins` are all that are made meanwhile.
 
     With `ask` the base class of a SinglePluginBlock raises HookParam: nothing of the plugin is made then.
@@ -38,7 +38,7 @@ class Making:
         self.ask, self.plugins = ask, list[BasePluginBlock]()
 
 
-MAKING: ContextVar[Making | None] = ContextVar("making", default=None)
+MAKING: ContextVar[PluginContext | None] = ContextVar("making", default=None)
 
 
 class Ref:

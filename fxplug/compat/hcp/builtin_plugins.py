@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ...core.errors import SpecError, did_you_mean, prefix_path
 from ...core.spec.yaml_source import Section, make_validator, quote_yaml, validate
-from .hosts import OPTIONS, Host, Number, common_of, number, patterns, take_key
+from .hosts import OPTIONS, Host, Number, make_patterns, read_common, read_number, take_key
 from .layer_patterns import read_layers, read_paths
 
 LORA = re.compile(
@@ -22,7 +22,9 @@ HALVES = {"p": "second", "n": "first"}  # DreamArtist++ (arXiv 2211.11337): the 
 MASKS = {(0, 0.5): "n", (0.5, 1): "p", (0, 1): None}
 
 
-def built_in(target: str, common: dict[str, Any], given: dict[str, Any], host: Host, notes: list[str]) -> dict[str, Any]:
+def convert_built_in(
+    target: str, common: dict[str, Any], given: dict[str, Any], host: Host, notes: list[str]
+) -> dict[str, Any]:
     """Return the pass that is equivalent to a plugin of HCP-Diffusion itself. Raises SpecError if there is none."""
     path = target.removesuffix(".wrap_model")
     kind = path.rpartition(".")[2]
@@ -71,7 +73,7 @@ def _controlnet(common: dict[str, Any], given: dict[str, Any], host: Host, notes
 # --- lora_unet and lora_text_encoder
 
 
-def half_of(mask: Any) -> str | None:
+def read_half(mask: Any) -> str | None:
     """Return the half of the batch that a `mask` of HCP-Diffusion selects, first or second; None for all of it. Raises
     SpecError."""
     if mask is not None and (not isinstance(mask, (list, tuple)) or tuple(mask) not in list(MASKS)):
@@ -94,12 +96,12 @@ class LowRankSection(Section):
     layers: Annotated[Any, make_validator(read_paths)] = Field(description="a list of layers")
     type: Literal["lora", "loha", "dapp", "p", "n"] = "lora"
     branch: Literal["p", "n"] | None = None
-    mask: Annotated[Any, make_validator(half_of)] = None
+    mask: Annotated[Any, make_validator(read_half)] = None
     rank: Annotated[Any, make_validator(_rank)] = 1
     rank_groups: Literal[2] = Field(2, description="2: a LoHa has two factors")
     alpha: Number = 1.0
     alpha_auto_scale: bool = True
-    dropout: Annotated[float, make_validator(lambda value: number(value, (), least=0.0, below=1.0))] = 0.0
+    dropout: Annotated[float, make_validator(lambda value: read_number(value, (), least=0.0, below=1.0))] = 0.0
     bias: bool = False
     svd_init: Literal[False] = Field(False, description="false: fxplug's low-rank update has no such start")
     inplace: Any = None  # where a sum is stored, which a graph decides itself
@@ -111,12 +113,12 @@ class LowRankSection(Section):
         return self.mask if branch is None else HALVES[branch]
 
 
-def lora_passes(name: str, entry: Any, host: Host, notes: list[str]) -> dict[str, Any]:
+def make_lora_pass(name: str, entry: Any, host: Host, notes: list[str]) -> dict[str, Any]:
     """Return the pass of one entry of `lora_unet`. Raises SpecError."""
     if not isinstance(entry, Mapping):
         raise SpecError(f"must be a mapping with 'layers', not {quote_yaml(entry)}")
     given = {key: value for key, value in entry.items() if key not in OPTIONS}
-    return _low_rank(common_of(name, entry, notes), given, host, notes)
+    return _low_rank(read_common(name, entry, notes), given, host, notes)
 
 
 def _low_rank(common: dict[str, Any], given: Mapping[str, Any], host: Host, notes: list[str]) -> dict[str, Any]:
@@ -147,4 +149,4 @@ def _low_rank(common: dict[str, Any], given: Mapping[str, Any], host: Host, note
     with prefix_path("layers"):
         host.places(own.layers)
     kind = "hcp/loha" if own.type == "loha" else "hcp/half_lora" if own.half else "hcp/lora"
-    return {kind: {**common, "at": patterns(own.layers), **made, **({"half": own.half} if own.half else {})}}
+    return {kind: {**common, "at": make_patterns(own.layers), **made, **({"half": own.half} if own.half else {})}}

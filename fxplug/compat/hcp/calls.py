@@ -34,7 +34,7 @@ POSITIONAL = CallArguments(sys.maxsize)
 _known: WeakKeyDictionary[fx.Graph, dict[str, CallArguments]] = WeakKeyDictionary()
 
 
-def call_of(gm: Any, key: str) -> CallArguments:
+def find_call(gm: Any, key: str) -> CallArguments:
     """Return the call of a region in a traced module. Inputs that passes added to the model are left out."""
     graph = gm.graphs.get(gm.training, gm.graph)
     if graph not in _known:

@@ -73,7 +73,7 @@ def _flat(data: Mapping[Any, Any], before: str = "") -> Iterable[tuple[str, Tens
             yield from _flat(dict(enumerate(value)), f"{before}{key}:")
 
 
-def keyed(section: str, state: Mapping[str, Tensor], file: str | Path) -> dict[str, State]:
+def list_weights(section: str, state: Mapping[str, Tensor], file: str | Path) -> dict[str, State]:
     """Return the weights of a section `lora` or `plugin` by layer; those of low-rank updates under the names of fxplug's
     blocks.
 
@@ -105,7 +105,7 @@ def keyed(section: str, state: Mapping[str, Tensor], file: str | Path) -> dict[s
     return found
 
 
-def trained_alpha(weights: Mapping[str, State], notes: list[str]) -> float:
+def find_alpha(weights: Mapping[str, State], notes: list[str]) -> float:
     """Return the alpha of the low-rank updates if all layers have the same; else 1.0, with a note."""
     known = {round(float(here["scale"]) * here["down.weight"].shape[0], 6) for here in weights.values() if "scale" in here}
     if len(known) > 1:
@@ -115,7 +115,7 @@ def trained_alpha(weights: Mapping[str, State], notes: list[str]) -> float:
     return known.pop() if len(known) == 1 else 1.0
 
 
-def selected(names: Sequence[str], layers: Any, file: str | Path) -> list[str]:
+def select_names(names: Sequence[str], layers: Any, file: str | Path) -> list[str]:
     """Return those of a file's `names` that `layers` of a merge list selects: all, or those in the named layers.
 
     HCP-Diffusion compares prefixes, and so `layers.1` selects `layers.10` too; here a name ends at a dot. Raises SpecError for

@@ -17,7 +17,7 @@ from ...core.reading import make_reporter, report_errors
 from ...core.spec.addresses import is_pattern
 from ...core.weight_files import save_file
 from ...core.writing import open_new, replace_file
-from .checkpoint_files import State, keyed, read_sections
+from .checkpoint_files import State, list_weights, read_sections
 
 WRITTEN = {"down.weight": "layer.W_down", "up.weight": "layer.W_up", "up.bias": "layer.bias", "scale": "alpha"}
 HEAD = "controlnet_cond_embedding"
@@ -118,7 +118,7 @@ def _read(file: Path, ema: bool) -> dict[tuple[str, str], State]:
     found = {
         (section, path): here
         for section in ("lora", "plugin")
-        for path, here in keyed(section, sections.get(section, {}), file).items()
+        for path, here in list_weights(section, sections.get(section, {}), file).items()
     }
     if not found:
         raise ArtifactError(

@@ -47,7 +47,7 @@ def _read(file: Path, notes: list[str], around: tuple[Path, ...], known: dict[Pa
         raise source.error(f"must be a list of files, not {quote_yaml(bases)}", "_base_")
     merged = source
     for index, base in enumerate(bases):
-        found = near(base, here)
+        found = find_file(base, here)
         if found is None:
             keys = next((f"; HCP-Diffusion's sets {keys}" for name, keys in BASES.items() if base.endswith(name)), "")
             found_none = f"_base_: '{base}' is in no folder around {file.name}"
@@ -60,7 +60,7 @@ def _read(file: Path, notes: list[str], around: tuple[Path, ...], known: dict[Pa
     return known.setdefault(here, merged)
 
 
-def near(base: str, file: Path) -> Path | None:
+def find_file(base: str, file: Path) -> Path | None:
     """Return a file that another one names: in its folder or those above it, or in the working folder. None if it is in
     none."""
     folders = (*file.parents, Path.cwd())

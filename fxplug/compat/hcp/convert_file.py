@@ -9,15 +9,15 @@ from typing import Any
 
 from ...core.errors import SpecError, did_you_mean, find_nearest
 from ...core.spec.yaml_source import Source, quote_yaml
-from ..configuration import PLACEHOLDER, Converted, build_on_meta, dump_configuration, model_sections, rebase_path
-from .builtin_plugins import lora_passes
-from .checkpoint_files import keyed, read_sections, trained_alpha
+from ..configuration import PLACEHOLDER, Conversion, build_on_meta, dump_configuration, make_model_sections, rebase_path
+from .builtin_plugins import make_lora_pass
+from .checkpoint_files import find_alpha, list_weights, read_sections
 from .config_files import References, read_files
-from .entries import PLACE_KEYS, plugins_of
+from .entries import PLACE_KEYS, read_plugins
 from .hosts import PARTS, Host
-from .merge_section import MergeSection, merges, read_merge
+from .merge_section import MergeSection, is_merging, read_merge
 from .patch_sections import join_patches
-from .train_section import own_layers, training
+from .train_section import convert_layers, convert_training
 
 # what HCP-Diffusion's trainer, or what draws with it, reads from the same file, and a graph has nothing of
 TRAINER = {
@@ -38,7 +38,7 @@ def convert(
     part: str | None = None,
     inputs: Mapping[str, Sequence[Any]] | None = None,
     out: str | Path | None = None,
-) -> Converted:
+) -> Conversion:
     """Convert the plugins that a file of HCP-Diffusion puts on one model (`part`: unet or TE) to passes.
 
     Without `part` it is the UNet, and if the file says how they train, those of the text encoder are passes of the same run.
@@ -51,18 +51,18 @@ def convert(
         raise SpecError(f"no part '{part}'{did_you_mean(part, PARTS)}; there are {', '.join(PARTS)}")
     notes, told = list[str](), list[str]()
     source = read_files(Path(file), notes)
-    more = training(source, told) if part != "TE" and isinstance(source.data, Mapping) else {}
+    more = convert_training(source, told) if part != "TE" and isinstance(source.data, Mapping) else {}
     both = part is None and "train" in more
     part = part or "unet"
     sections = _sections(source, part, notes, both)
     folder = Path(out).parent if out else Path.cwd()
-    head = model_sections(model, folder)
+    head = make_model_sections(model, folder)
     host = Host(build_on_meta(head, folder) if model else None, dict(inputs or {}), part)
     passes = _passes(source, part, sections, host, notes)
     merge = read_merge(source, part, host, notes)
     passes = join_patches([*passes, *merge.passes], host)
     _check_inputs(host)
-    head = merge.head(head, model_sections(model, Path.cwd()), notes)
+    head = merge.head(head, make_model_sections(model, Path.cwd()), notes)
     notes += told
     task = more.get("train", {}).get("task", {}).get("denoise", {})
     encoder = Host(None, {}, "TE", alone=False)
@@ -70,7 +70,7 @@ def convert(
     if beside:
         task["text"] = {task["text"]: {"passes": beside}}
     if part == "unet":
-        own_layers(source, more, notes)
+        convert_layers(source, more, notes)
         if not passes and not beside and not merge.parts and not more.get("train", {}).get("trainable"):
             raise source.error("\n".join(["has no plugins, and its section 'unet' cannot be translated:", *notes]))
     if any("hcp/half_lora" in entry for entry in passes) and "train_guidance" not in task:
@@ -80,12 +80,12 @@ def convert(
         folders = data[key] if isinstance(data[key], list) else [data[key]]
         found = [rebase_path(one, Path.cwd(), folder) for one in folders]
         data[key] = found if isinstance(data[key], list) else found[0]
-    return Converted(_text(Path(file), part, head, passes, notes, model is None, more), notes)
+    return Conversion(_text(Path(file), part, head, passes, notes, model is None, more), notes)
 
 
 def convert_checkpoint(
     file: str | Path, *, model: str | None = None, out: str | Path | None = None, ema: bool = False
-) -> Converted:
+) -> Conversion:
     """Convert a checkpoint of HCP-Diffusion to a configuration that loads it: its trained layers replace the model's weights,
     and its low-rank updates are a pass, with their trained strength.
 
@@ -94,15 +94,16 @@ def convert_checkpoint(
     """
     notes: list[str] = []
     sections = read_sections(file, ema)
-    weights = keyed("lora", sections.get("lora", {}), file)
+    weights = list_weights("lora", sections.get("lora", {}), file)
     if "plugin" in sections:
         raise SpecError(f"{file} has weights of plugins: give the saved rewrite with these plugins, --into DIR")
     merge = MergeSection([{"file": str(file), "alpha": 1.0, **({"ema": True} if ema else {})}] if sections.get("base") else [])
     if weights:
-        given: dict[str, Any] = {"name": "lora", "file": str(file), "alpha": trained_alpha(weights, notes)}
+        given: dict[str, Any] = {"name": "lora", "file": str(file), "alpha": find_alpha(weights, notes)}
         merge.passes = [{"hcp/checkpoint": {**given, **({"ema": True} if ema else {})}}]
-    head = merge.head(model_sections(model, Path(out).parent if out else Path.cwd()), model_sections(model, Path.cwd()), notes)
-    return Converted(_text(Path(file), "weights", head, merge.passes, notes, model is None), notes)
+    sections = make_model_sections(model, Path(out).parent if out else Path.cwd())
+    head = merge.head(sections, make_model_sections(model, Path.cwd()), notes)
+    return Conversion(_text(Path(file), "weights", head, merge.passes, notes, model is None), notes)
 
 
 def read_input(text: str) -> tuple[str, list[Any]]:
@@ -117,10 +118,10 @@ def read_input(text: str) -> tuple[str, list[Any]]:
 def _passes(source: Source, part: str, sections: Mapping[str, Any], host: Host, notes: list[str]) -> list[dict[str, Any]]:
     """Return the passes of the two sections of a part."""
     plugins, loras = PARTS[part]
-    passes = plugins_of(source, (plugins,), sections[plugins], host, notes)
+    passes = read_plugins(source, (plugins,), sections[plugins], host, notes)
     for index, entry in enumerate(sections[loras] or []):
         with source.inside(loras, index):
-            passes.append(lora_passes(f"lora_block_{index}", entry, host, notes))
+            passes.append(make_lora_pass(f"lora_block_{index}", entry, host, notes))
     return passes
 
 
@@ -135,15 +136,15 @@ def _sections(source: Source, part: str, notes: list[str], both: bool) -> dict[s
     _note_skipped_keys(source, part, notes)
     name = next(name for name in PARTS if name != part)
     other = [key for key in PARTS[name] if data.get(key)]
-    if both and data.get("merge") and merges(data, name):
+    if both and data.get("merge") and is_merging(data, name):
         notes.append(f"left out, because a run merges into the UNet alone: merge, of {name} (convert again with --part {name})")
     elif other and not both:
         notes.append(
             f"left out, because a configuration is for one model: {', '.join(other)} (convert again with --part {name})"
         )
     trains = part == "unet" and data.get("unet")
-    if not any(data.get(key) for key in PARTS[part]) and not merges(data, part) and not trains and not (both and other):
-        other += ["merge"] * merges(data, name)
+    if not any(data.get(key) for key in PARTS[part]) and not is_merging(data, part) and not trains and not (both and other):
+        other += ["merge"] * is_merging(data, name)
         given = ", ".join(str(key) for key in data if data[key])
         hint = f"; there is {' and '.join(other)}: --part {name}" if other else f"; it has {given}"
         hint += "".join(f"\n  {note}" for note in notes if note.startswith("_base_"))

@@ -17,15 +17,15 @@ from torch import nn
 from ...core.errors import SpecError, TraceError
 from ...core.ir.regions import Regions
 from ...core.spec.addresses import is_pattern, parse_port, select
-from ..structures import checked, described, unwritten
+from ..structures import check_structure, describe, forbid_writes
 from .base_classes import BasePluginBlock, MultiPluginBlock, PluginBlock, Ref
-from .calls import POSITIONAL, CallArguments, call_of
-from .layer_patterns import places, read_layers
+from .calls import POSITIONAL, CallArguments, find_call
+from .layer_patterns import find_places, read_layers
 from .patch_drivers import Fed
 from .patch_drivers import PatchAfter as PatchAfter
 from .patch_drivers import PatchBefore as PatchBefore
 from .patch_drivers import PatchPlugin as PatchPlugin
-from .plugin_factory import make, running, single
+from .plugin_factory import make, make_single, run_plugin
 
 if TYPE_CHECKING:
     from ...core.rewriter.sites import Site
@@ -54,9 +54,9 @@ class SinglePlugin(Driver):
     ) -> SinglePlugin:  # fmt: skip
         """Make the driver of a plugin: `plugin` is "module:Class", `options` its arguments. `wrap` uses `wrap_layer`, as
         `wrap_model` does."""
-        made = single(site, plugin, options, wrap, exclude_key)
+        made = make_single(site, plugin, options, wrap, exclude_key)
         cls.check(made, site)
-        return cls(made, site.module, call_of(site.root, site.path), feeds)
+        return cls(made, site.module, find_call(site.root, site.path), feeds)
 
     @classmethod
     def check(cls, made: Any, site: Site) -> None:
@@ -68,9 +68,9 @@ class SinglePlugin(Driver):
             )
 
     def forward(self, x: tuple[Any, ...], y: Any, *fed: Any) -> Any:
-        with running(self.plugin, self.feeds, fed), unwritten(self.plugin.name, x):
+        with run_plugin(self.plugin, self.feeds, fed), forbid_writes(self.plugin.name, x):
             out = self.plugin.layer_hook(self.host(), self.call.visible_arguments(x), y)  # type: ignore[operator]
-            return y if out is None else checked(out, y, f"{self.plugin.name}: the plugin", "its layer's result")
+            return y if out is None else check_structure(out, y, f"{self.plugin.name}: the plugin", "its layer's result")
 
 
 class ParamPlugin(SinglePlugin):
@@ -85,8 +85,8 @@ class ParamPlugin(SinglePlugin):
             raise SpecError(f"{type(made).__name__} changes {found}, not the parameter '{name}': use {use}")
 
     def forward(self, value: Any, *fed: Any) -> Any:
-        with running(self.plugin, self.feeds, fed):
-            return checked(self.plugin(value), value, f"{self.plugin.name}: the plugin", "the parameter")
+        with run_plugin(self.plugin, self.feeds, fed):
+            return check_structure(self.plugin(value), value, f"{self.plugin.name}: the plugin", "the parameter")
 
 
 class PairPlugin(Driver):
@@ -120,7 +120,7 @@ class PairPlugin(Driver):
             "to_layer": {"layer": site.module, "pre_hook": to_pre},
         }
         made = make(plugin, PluginBlock, given, options)
-        call, from_call = (call_of(site.root, path) for path in (site.path, key))
+        call, from_call = (find_call(site.root, path) for path in (site.path, key))
         return cls(made, site.module, source, from_pre, to_pre, call, from_call, feeds)
 
     def forward(self, *values: Any) -> Any:
@@ -128,11 +128,11 @@ class PairPlugin(Driver):
         rest = list(values)
         from_in, from_out = rest.pop(0), None if self.from_pre else rest.pop(0)
         x, y = rest.pop(0), None if self.to_pre else rest.pop(0)
-        with running(plugin, self.feeds, rest):
-            with unwritten(f"{plugin.name}: from_layer_hook", from_in, from_out):
+        with run_plugin(plugin, self.feeds, rest):
+            with forbid_writes(f"{plugin.name}: from_layer_hook", from_in, from_out):
                 seen = self.from_call.visible_arguments(from_in)
                 unchanged(plugin.from_layer_hook(self.source(), seen, from_out), plugin.name)
-            with without_result(self.to_pre, plugin.name), unwritten(plugin.name, () if self.to_pre else x):
+            with without_result(self.to_pre, plugin.name), forbid_writes(plugin.name, () if self.to_pre else x):
                 out = plugin.to_layer_hook(self.host(), self.call.visible_arguments(x), y)
             return hooked(out, x, y, self.to_pre, plugin.name, self.call)
 
@@ -180,17 +180,17 @@ class MultiPlugin(nn.Module):
         plugin, rest = self.plugin, list(values)
         given = [(rest.pop(0), None if pre_hook else rest.pop(0)) for _, pre_hook in self.layers]
         results: list[Any] = [None] * len(given)
-        with running(plugin, self.feeds, rest):
+        with run_plugin(plugin, self.feeds, rest):
             for number in self.order:
                 (path, pre_hook), (x, y), host = self.layers[number], given[number], self.hosts[number]()
                 call = self.calls[number]
                 seen = call.visible_arguments(x)
                 if number < self.sources:
-                    with unwritten(f"{plugin.name}: from_layer_hook", x, y):
+                    with forbid_writes(f"{plugin.name}: from_layer_hook", x, y):
                         unchanged(plugin.from_layer_hook(host, seen, y, number), plugin.name)
                 else:
                     where = f"{plugin.name} at '{path}' (idx {number - self.sources})"
-                    with without_result(pre_hook, where), unwritten(where, () if pre_hook else x):
+                    with without_result(pre_hook, where), forbid_writes(where, () if pre_hook else x):
                         out = plugin.to_layer_hook(host, seen, y, number - self.sources)
                     results[number] = hooked(out, x, y, pre_hook, where, call)
         return tuple(results[self.sources :])
@@ -211,8 +211,8 @@ def multi_plugin(
     Layers are paths, with `pre_hook:` before them where the input is meant. Raises SpecError.
     """
     classes = {path: type(m).__name__ for path, m in gm.named_modules()}
-    sources = places(read_layers(from_layers, "from_layers"), classes)
-    targets = places(read_layers(to_layers, "to_layers"), classes)
+    sources = find_places(read_layers(from_layers, "from_layers"), classes)
+    targets = find_places(read_layers(to_layers, "to_layers"), classes)
     layers = [(place.path, place.pre_hook) for place in (*sources, *targets)]
     hosts = [gm.get_submodule(path) for path, _ in layers]
     dicts = [{"layer": host, "pre_hook": pre} for host, (_, pre) in zip(hosts, layers, strict=True)]
@@ -220,7 +220,7 @@ def multi_plugin(
     first = next(gm.parameters(), None)
     with torch.device("cpu" if first is None else first.device):
         made = make(plugin, MultiPluginBlock, given, options)
-    calls = [call_of(gm, path) for path, _ in layers]
+    calls = [find_call(gm, path) for path, _ in layers]
     return MultiPlugin(made, layers, hosts, len(sources), _run_order(gm, layers), calls, feeds)
 
 
@@ -258,8 +258,8 @@ def hooked(out: Any, x: tuple[Any, ...], y: Any, pre_hook: bool, who: str, call:
         return x if pre_hook else y
     if pre_hook:
         given = out if isinstance(out, tuple) else (out,)
-        return call.joined(checked(given, call.visible_arguments(x), f"{who}: to_layer_hook", "its layer's input"), x)
-    return checked(out, y, f"{who}: to_layer_hook", "its layer's result")
+        return call.joined(check_structure(given, call.visible_arguments(x), f"{who}: to_layer_hook", "its layer's input"), x)
+    return check_structure(out, y, f"{who}: to_layer_hook", "its layer's result")
 
 
 @contextmanager
@@ -281,6 +281,6 @@ def unchanged(out: Any, who: str) -> None:
     """Raise TraceError if a from_layer_hook returns a value: torch would change the from-layer with it."""
     if out is not None:
         raise TraceError(
-            f"{who}: from_layer_hook returns {described(out)}, which would change its from-layer: name that layer among the "
+            f"{who}: from_layer_hook returns {describe(out)}, which would change its from-layer: name that layer among the "
             "to-layers, and return nothing here"
         )

@@ -21,10 +21,10 @@ from .base_classes import (
     PluginBlock,
     SinglePluginBlock,
 )
-from .builtin_plugins import built_in
-from .hosts import OPTIONS, Host, common_of, patterns, take_key
-from .layer_patterns import LayerPattern, listed, paired, read_layers
-from .plugin_factory import make, plugin_class
+from .builtin_plugins import convert_built_in
+from .hosts import OPTIONS, Host, make_patterns, read_common, take_key
+from .layer_patterns import LayerPattern, format_paths, pair, read_layers
+from .plugin_factory import import_plugin_class, make
 from .plugin_inputs import list_read_inputs
 
 PLACE_KEYS = ("layers", "from_layer", "to_layer", "from_layers", "to_layers")
@@ -37,7 +37,7 @@ FED = {
 }
 
 
-def plugins_of(
+def read_plugins(
     source: Source, at: tuple[str, ...], entries: Any, host: Host, notes: list[str]
 ) -> list[dict[str, Any]]:
     """Return the passes of a section of plugins by name, at the path `at` of a file. Raises SpecError with its lines."""
@@ -59,16 +59,16 @@ def plugin_passes(name: str, entry: Any, host: Host, notes: list[str]) -> list[d
         raise SpecError(f"must be the path of a class, not {quote_yaml(target)}", path=("_target_",))
     if entry.get("_partial_", True) is not True:
         raise SpecError("must be true: HCP-Diffusion gives the layers itself", path=("_partial_",))
-    common = common_of(name, entry, notes)
+    common = read_common(name, entry, notes)
     given = {key: value for key, value in entry.items() if key not in OPTIONS}
     if target.startswith("hcpdiff."):
-        return [built_in(target, common, given, host, notes)]
+        return [convert_built_in(target, common, given, host, notes)]
     path, wrap = (target.removesuffix(".wrap_model"), True) if target.endswith(".wrap_model") else (target, False)
     module, _, attribute = path.rpartition(".")
     if not module:
         raise SpecError(f"must look like 'module.Class', not {quote_yaml(target)}", path=("_target_",))
     with prefix_path("_target_"):
-        kind = plugin_class(f"{module}:{attribute}")
+        kind = import_plugin_class(f"{module}:{attribute}")
     common["plugin"] = f"{module}:{attribute}"
     if issubclass(kind, (PluginBlock, MultiPluginBlock)):
         if wrap:
@@ -115,7 +115,7 @@ def _layers(
         raise SpecError("some layers have another cls(...) or none: make two plugins", path=("layers",))
     with prefix_path("layers"):
         found = host.places(layers)
-    given: dict[str, Any] = {**common, "layers": patterns(layers)}
+    given: dict[str, Any] = {**common, "layers": make_patterns(layers)}
     within, single = kinds.pop(), issubclass(kind, SinglePluginBlock)
     if within is not None:
         given["within"] = [within]
@@ -172,7 +172,7 @@ def _wrapped(
         inner = [""] if isinstance(below, kinds) else [p for p, m in below.named_modules() if isinstance(m, kinds)]
         everything += [".".join(filter(None, [place.path, path])) for path in inner]
     if not paths:
-        raise SpecError(f"wrap_model finds no {' or '.join(names)} in {listed(found)}", path=("layers",))
+        raise SpecError(f"wrap_model finds no {' or '.join(names)} in {format_paths(found)}", path=("layers",))
     if paths == everything and not one_by_one:
         return {"within": names, "wrap": True}
     return {"layers": paths, "wrap": True}
@@ -247,7 +247,7 @@ def _pairs(
             f"expressions match is not known: {host.asks}, so that they can be paired{both}"
         )
     groups: dict[Any, list[tuple[str, str]]] = {}
-    for number, (a, b) in enumerate(paired(froms, tos) if froms and tos else zip(sources, targets, strict=True)):
+    for number, (a, b) in enumerate(pair(froms, tos) if froms and tos else zip(sources, targets, strict=True)):
         groups.setdefault((a.pre_hook, b.pre_hook, 0 if known else number), []).append((a.pattern, b.pattern))
     found = []
     for number, ((from_pre, to_pre, _), rows) in enumerate(groups.items()):

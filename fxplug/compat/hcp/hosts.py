@@ -12,7 +12,7 @@ from torch import nn
 from ...core.errors import SpecError, did_you_mean
 from ...core.spec.addresses import make_identifier, select
 from ...core.spec.yaml_source import make_validator, quote_yaml
-from .layer_patterns import LayerPattern, places
+from .layer_patterns import LayerPattern, find_places
 
 PARTS = {"unet": ("plugin_unet", "lora_unet"), "TE": ("plugin_TE", "lora_text_encoder")}  # a model: its two sections
 RATE = 1e-5  # HCP-Diffusion's learning rate for a plugin that has none
@@ -39,10 +39,10 @@ class Host:
     def places(self, layers: Sequence[LayerPattern]) -> list[LayerPattern] | None:
         """Return the selected layers, or None if that cannot be known without the model."""
         if self.model is not None:
-            return places(layers, self.classes)
+            return find_places(layers, self.classes)
         if any(layer.regex or layer.kind for layer in layers):
             return None
-        return places(layers, dict.fromkeys((layer.path for layer in layers), ""))
+        return find_places(layers, dict.fromkeys((layer.path for layer in layers), ""))
 
     def symbols(self, name: str) -> set[str]:
         """Return the names of sizes in the shape of an input."""
@@ -54,16 +54,17 @@ class Host:
         return bool(self.symbols(name) & wanted)
 
 
-def common_of(name: str, entry: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def read_common(name: str, entry: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """Return the keys that every pass has, from an entry: `name`, `lr`, and `train` if it is set."""
     rate = entry.get("lr", RATE)
-    common: dict[str, Any] = {"name": pass_name(name, notes), "lr": None if rate is None else number(rate, ("lr",), least=0.0)}
+    rate = None if rate is None else read_number(rate, ("lr",), least=0.0)
+    common: dict[str, Any] = {"name": make_pass_name(name, notes), "lr": rate}
     if "train" in entry:
         common["train"] = entry["train"]
     return common
 
 
-def number(value: Any, path: tuple[str | int, ...], least: float = -math.inf, below: float = math.inf) -> float:
+def read_number(value: Any, path: tuple[str | int, ...], least: float = -math.inf, below: float = math.inf) -> float:
     """Return a number of a file. Raises SpecError, with `path`, for a value that is no finite number or out of bounds."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
         raise SpecError(f"must be a number, not {quote_yaml(value)}", path=path)
@@ -73,7 +74,7 @@ def number(value: Any, path: tuple[str | int, ...], least: float = -math.inf, be
     return float(value)
 
 
-Number = Annotated[float, make_validator(lambda value: number(value, ()))]
+Number = Annotated[float, make_validator(lambda value: read_number(value, ()))]
 
 
 def take_key(given: dict[str, Any], key: str) -> Any:
@@ -83,7 +84,7 @@ def take_key(given: dict[str, Any], key: str) -> Any:
     return given.pop(key)
 
 
-def patterns(layers: Sequence[LayerPattern]) -> list[str]:
+def make_patterns(layers: Sequence[LayerPattern]) -> list[str]:
     """Return path patterns; if an expression matches the empty path, the model itself is added, as HCP-Diffusion does."""
     found: dict[str, None] = {}
     for layer in layers:
@@ -93,7 +94,7 @@ def patterns(layers: Sequence[LayerPattern]) -> list[str]:
     return list(found)
 
 
-def pass_name(name: str, notes: list[str]) -> str:
+def make_pass_name(name: str, notes: list[str]) -> str:
     """Return a plugin's name as the name of a pass, a Python identifier."""
     new = make_identifier(name)
     if new != name:

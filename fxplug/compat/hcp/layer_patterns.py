@@ -81,7 +81,7 @@ def read_paths(entries: object, *path: str) -> list[LayerPattern]:
     return layers
 
 
-def places(layers: Iterable[LayerPattern], classes: Mapping[str, str]) -> list[LayerPattern]:
+def find_places(layers: Iterable[LayerPattern], classes: Mapping[str, str]) -> list[LayerPattern]:
     """Return the layers that entries name, in HCP-Diffusion's order: by entry, then as modules are registered; each once.
 
     `classes` has the class name of every module path, in that order. Raises SpecError where HCP-Diffusion says nothing: an
@@ -124,19 +124,19 @@ def _of_kind(paths: Sequence[str], kind: str, classes: Mapping[str, str]) -> lis
     return list(found)
 
 
-def paired(sources: Sequence[LayerPattern], targets: Sequence[LayerPattern]) -> list[tuple[LayerPattern, LayerPattern]]:
+def pair(sources: Sequence[LayerPattern], targets: Sequence[LayerPattern]) -> list[tuple[LayerPattern, LayerPattern]]:
     """Pair sources and targets by order. Raises SpecError, with both lists, if their numbers differ."""
     if len(sources) != len(targets):
         raise SpecError(
             f"from_layer matches {len(sources)} layers and to_layer {len(targets)}; they are paired in order, so the numbers "
             "must be equal (HCP-Diffusion drops the rest)\n"
-            f"  from: {listed(sources)}\n"
-            f"  to:   {listed(targets)}"
+            f"  from: {format_paths(sources)}\n"
+            f"  to:   {format_paths(targets)}"
         )
     return list(zip(sources, targets, strict=True))
 
 
-def listed(found: Sequence[LayerPattern]) -> str:
+def format_paths(found: Sequence[LayerPattern]) -> str:
     """List paths for a message."""
     shown = ", ".join(p.path or "(the model)" for p in found[:SHOWN])
     return shown + (f", ... ({len(found)})" if len(found) > SHOWN else "") or "none"

@@ -11,10 +11,10 @@ from pydantic import Field
 
 from ...core.errors import SpecError, did_you_mean
 from ...core.spec.yaml_source import Section, Source, make_validator, quote_yaml, validate
-from .builtin_plugins import half_of
-from .config_files import References, near, read_files
-from .entries import plugins_of
-from .hosts import PARTS, Host, Number, pass_name
+from .builtin_plugins import read_half
+from .config_files import References, find_file, read_files
+from .entries import read_plugins
+from .hosts import PARTS, Host, Number, make_pass_name
 from .layer_patterns import read_paths
 
 GROUP = ("type", "base_model_alpha", "lora", "part", "plugin")
@@ -41,7 +41,7 @@ class MergeSection:
         return {**made, **{key: value for key, value in head.items() if key not in ("model", "weights")}}
 
 
-def merges(data: Mapping[str, Any], part: str) -> bool:
+def is_merging(data: Mapping[str, Any], part: str) -> bool:
     """Return whether a configuration merges something into a part."""
     section = data.get("merge")
     if not isinstance(section, Mapping):
@@ -82,7 +82,7 @@ class _LoraSection(Section):
     path: str = Field(min_length=1, description="a file")
     alpha: Number = 1.0
     layers: Layers = None
-    mask: Annotated[Any, make_validator(lambda mask: half_of(mask) and list(mask))] = None
+    mask: Annotated[Any, make_validator(lambda mask: read_half(mask) and list(mask))] = None
     dropout: Any = None
     alpha_auto_scale: bool = True
 
@@ -121,7 +121,7 @@ def _read_group(
             notes.append(
                 f"merge.{name}: a dropout of {one.dropout} is left out, because dropout has no effect when a model is used"
             )
-        own = {"name": pass_name(f"{name}_lora_{index}", notes), "file": one.path, "alpha": one.alpha}
+        own = {"name": make_pass_name(f"{name}_lora_{index}", notes), "file": one.path, "alpha": one.alpha}
         own |= {} if one.layers is None else {"layers": one.layers}
         own |= more | ({} if one.mask is None else {"mask": one.mask})
         found.passes.append({"hcp/checkpoint": own if one.alpha_auto_scale else {**own, "alpha_auto_scale": False}})
@@ -137,15 +137,15 @@ def _plugins(source: Source, given: Any, part: str, host: Host, notes: list[str]
     if given is None:
         return []
     if isinstance(given, str):
-        file = near(given, Path(source.file).resolve()) if source.file else None
+        file = find_file(given, Path(source.file).resolve()) if source.file else None
         if file is None:
             raise source.error(f"'{given}' is in no folder around {Path(source.file).name}", "merge", "plugin_cfg")
         other = read_files(file, notes)
         entries = References(other).value(key) if isinstance(other.data, Mapping) and other.data.get(key) else {}
-        return plugins_of(other, (key,), entries, host, notes)
+        return read_plugins(other, (key,), entries, host, notes)
     if not isinstance(given, Mapping):
         raise source.error(f"must be a file or a mapping with '{key}', not {quote_yaml(given)}", "merge", "plugin_cfg")
-    return plugins_of(source, ("merge", "plugin_cfg", key), given.get(key), host, notes)
+    return read_plugins(source, ("merge", "plugin_cfg", key), given.get(key), host, notes)
 
 
 def _plugin_weights(group: str, plugins: Mapping[str, Any], known: list[str], notes: list[str]) -> None:
@@ -154,7 +154,8 @@ def _plugin_weights(group: str, plugins: Mapping[str, Any], known: list[str], no
         path = ("plugin", name)
         if not isinstance(item, Mapping) or not isinstance(item.get("path"), str):
             raise SpecError(f"must be a mapping with 'path', not {quote_yaml(item)}", path=path)
-        here = [one for one in known if one == pass_name(str(name), []) or one.startswith(f"{pass_name(str(name), [])}_")]
+        start = make_pass_name(str(name), [])
+        here = [one for one in known if one == start or one.startswith(f"{start}_")]
         if not here:
             raise SpecError(f"plugin_cfg has no plugin '{name}'{did_you_mean(name, known)}", path=path)
         passes = " ".join(f"--pass {one}" for one in here)

@@ -23,22 +23,22 @@ from ...core.models.factory import build
 from ...core.spec.rules import COMMON, Match, Pass, Rule
 from ...core.spec.run_config import load_config
 from ...core.spec.yaml_source import Section, make_validator, validate
-from .builtin_plugins import half_of
-from .checkpoint_files import State, keyed, read_sections, selected
+from .builtin_plugins import read_half
+from .checkpoint_files import State, list_weights, read_sections, select_names
 from .hosts import Number
-from .sample_plugins import checkpoint
+from .sample_plugins import make_checkpoint
 
 if TYPE_CHECKING:
     from ...core.rewriter.sites import Site
 
-SAMPLE = "fxplug.compat.hcp.sample_plugins:checkpoint"  # what the page of the pass shows
+SAMPLE = "fxplug.compat.hcp.sample_plugins:make_checkpoint"  # what the page of the pass shows
 class UpdateSection(Section):
     """What stands below `hcp/checkpoint:` beside the keys of all passes."""
 
     file: str = Field(min_length=1, description="the path of a file")
     alpha: Number = 1.0
     layers: Any = "all"
-    mask: Annotated[Any, make_validator(half_of)] = None
+    mask: Annotated[Any, make_validator(read_half)] = None
     ema: bool = False
     alpha_auto_scale: bool = True
 
@@ -99,8 +99,8 @@ def checkpoint_pass(given: Any) -> Pass:
     own = validate(UpdateSection, params)
     sections = _sections(own.file, own.ema)
     with prefix_path("file"):
-        weights = keyed("lora", sections.get("lora", {}), own.file)
-    chosen = selected(list(weights), own.layers, own.file)
+        weights = list_weights("lora", sections.get("lora", {}), own.file)
+    chosen = select_names(list(weights), own.layers, own.file)
     if not weights:
         raise SpecError(f"{own.file} has no low-rank updates; it has {', '.join(sections)}", path=("file",))
     for path in chosen:
@@ -141,7 +141,7 @@ def _part(part: MixedCheckpoint, state: Mapping[str, Tensor], number: int) -> St
     if "base" not in sections:
         raise SpecError(f"part {number + 1}: {file} has no weights of a model ('base'); it has {', '.join(sections)}")
     found = sections["base"]
-    found = {name: found[name] for name in selected(list(found), part.layers, file)}
+    found = {name: found[name] for name in select_names(list(found), part.layers, file)}
     lost = [name for name in found if name not in state]
     if lost:
         text = f"part {number + 1}: {len(lost)} of {len(found)} weights in {file} are not in this model: '{lost[0]}'"
@@ -159,7 +159,7 @@ def _part(part: MixedCheckpoint, state: Mapping[str, Tensor], number: int) -> St
 
 def _sections(file: str, ema: bool) -> dict[str, State]:
     try:
-        return checkpoint() if file == SAMPLE else read_sections(file, ema)
+        return make_checkpoint() if file == SAMPLE else read_sections(file, ema)
     except ArtifactError as error:
         here = "" if Path(file).exists() else "; paths of a merge are relative to the working folder"
         raise SpecError(f"{error}{here}", path=("file",)) from None

@@ -13,10 +13,10 @@ from ...core.spec.rules import COMMON, Match, Pass, Rule
 from ...core.spec.yaml_source import Section, validate
 from ...core.spec.yaml_source import make_validator as read_by
 from ..kept_state import ReadNames
-from ..structures import checked
+from ..structures import check_structure
 from .base_classes import PatchPluginBlock, PatchPluginContainer
-from .calls import POSITIONAL, CallArguments, call_of
-from .plugin_factory import TRAINED, patches, running
+from .calls import POSITIONAL, CallArguments, find_call
+from .plugin_factory import TRAINED, make_patches, run_plugin
 
 if TYPE_CHECKING:
     from ...core.rewriter.sites import Site
@@ -58,9 +58,9 @@ class PatchPlugin(nn.Module):
         the fed inputs.
         """
         check_alone(site)
-        container = patches(site, plugin, options, wrap, exclude_key, also)
+        container = make_patches(site, plugin, options, wrap, exclude_key, also)
         cls.check(container, site)
-        made = cls(container, call_of(site.root, site.path), feeds, keywords)
+        made = cls(container, find_call(site.root, site.path), feeds, keywords)
         made.rates = rates_of(also)
         return made
 
@@ -76,9 +76,9 @@ class PatchPlugin(nn.Module):
 
     def forward(self, x: tuple[Any, ...], y: Any, *values: Any) -> Any:
         args, kwargs, fed = self.arguments(x, values)
-        with running(self.container, self.feeds, fed):
+        with run_plugin(self.container, self.feeds, fed):
             out = self.container(*args, **kwargs)
-            return checked(out, y, f"{type(self.container).__name__}.forward", "the module's result")
+            return check_structure(out, y, f"{type(self.container).__name__}.forward", "the module's result")
 
     def arguments(
         self, x: tuple[Any, ...], values: tuple[Any, ...]
@@ -109,14 +109,14 @@ class PatchPlugin(nn.Module):
                 "all are: keep the module whole when the model is traced (leaf: [its path]) and use the pass hcp/patch, which "
                 "calls it with what pre_forward returns, or write a rule with port x.name"
             )
-        return checked(tuple(args) or tuple(kwargs[key] for key in inputs), x, "pre_forward", "the module's input")
+        return check_structure(tuple(args) or tuple(kwargs[key] for key in inputs), x, "pre_forward", "the module's input")
 
     def after(self, y: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the module's result after the plugins' `post_forward`, one after the other."""
         out = y
         for name, plugin in self.container:
             out = plugin.post_forward(out, *args, **kwargs)
-            checked(out, y, f"{name}: post_forward", "the module's result")
+            check_structure(out, y, f"{name}: post_forward", "the module's result")
         return out
 
 
@@ -144,7 +144,7 @@ class PatchAfter(HalfPatch):
 
     def forward(self, x: tuple[Any, ...], y: Any, *values: Any) -> Any:
         args, kwargs, fed = self.arguments(x, values)
-        with running(self.container, self.feeds, fed):
+        with run_plugin(self.container, self.feeds, fed):
             return self.after(y, args, kwargs)
 
 
@@ -155,7 +155,7 @@ class PatchBefore(HalfPatch):
 
     def forward(self, x: tuple[Any, ...], *values: Any) -> Any:
         args, given, fed = self.arguments(x, values)
-        with running(self.container, self.feeds, fed):
+        with run_plugin(self.container, self.feeds, fed):
             return self.before(x, args, given)
 
 
@@ -173,7 +173,7 @@ class PatchAround(HalfPatch):
         if beside is None:
             block = super().at(site, **given)
         else:
-            block = cls(beside.container, call_of(site.root, site.path), given.get("feeds", ()))
+            block = cls(beside.container, find_call(site.root, site.path), given.get("feeds", ()))
             block.rates = beside.rates
         block.side, block.read = side, ReadNames() if beside is None else beside.read
         return block
@@ -182,7 +182,7 @@ class PatchAround(HalfPatch):
         *given, left = values
         y = None if self.side == "before" else given.pop(0)
         args, named, fed = self.arguments(x, tuple(given))
-        with running(self.container, self.feeds, fed, left or {}) as kept:
+        with run_plugin(self.container, self.feeds, fed, left or {}) as kept:
             out = self.before(x, args, named) if self.side == "before" else self.after(y, args, named)
         self.read.names.update(kept.read)
         return out, kept.next_call_state()

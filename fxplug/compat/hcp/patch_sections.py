@@ -7,7 +7,7 @@ from typing import Any
 
 from ...core.spec.addresses import is_pattern, select
 from .hosts import Host
-from .plugin_factory import TRAINED, plugin_class
+from .plugin_factory import TRAINED, import_plugin_class
 
 PATCHES = ("hcp/patch", "hcp/patch_around", "hcp/patch_after", "hcp/patch_before")
 SHARED = ("exclude_key", "inputs", "feeds")  # what plugins of one pass have in common
@@ -69,7 +69,7 @@ def _kind(entries: Sequence[Entry], listed: bool) -> str | None:
     for other, given in others:
         if kind not in PATCHES or other not in PATCHES or any(there.get(key) != given.get(key) for key in SHARED):
             return None
-        one, two = (plugin_class(x["plugin"]).container_cls for x in (there, given))  # type: ignore[attr-defined]
+        one, two = (import_plugin_class(x["plugin"]).container_cls for x in (there, given))  # type: ignore[attr-defined]
         if not issubclass(one, two) or (other != kind and "args" in {**there, **given}):
             return None
         if kind not in (other, "hcp/patch"):

@@ -18,7 +18,15 @@ from ...core.spec.addresses import compile_expression
 from ...core.spec.pass_file import check_options, get_arguments, import_target
 from ...core.spec.rules import check_common
 from ..kept_state import MethodCall
-from .base_classes import MAKING, BasePluginBlock, Making, MultiPluginBlock, PatchPluginBlock, PluginBlock, SinglePluginBlock
+from .base_classes import (
+    MAKING,
+    BasePluginBlock,
+    MultiPluginBlock,
+    PatchPluginBlock,
+    PluginBlock,
+    PluginContext,
+    SinglePluginBlock,
+)
 
 if TYPE_CHECKING:
     from ...core.rewriter.sites import Site
@@ -27,14 +35,14 @@ if TYPE_CHECKING:
 TRAINED = ("lr", "train")  # what one of several plugins in a container may have of its own
 
 
-def single(site: Site, plugin: str | type, options: Mapping[str, Any] | None, wrap: bool, exclude_key: str | None) -> Any:
+def make_single(site: Site, plugin: str | type, options: Mapping[str, Any] | None, wrap: bool, exclude_key: str | None) -> Any:
     """Make a SinglePluginBlock for a site. Raises SpecError."""
     _refuse_excluded(site, exclude_key)
     given = {"name": site.pass_name, "host": site.module, "host_model": site.root}
     return make(plugin, SinglePluginBlock, given, options, wrap)
 
 
-def patches(
+def make_patches(
     site: Site, plugin: str | type, options: Mapping[str, Any] | None, wrap: bool, exclude_key: str | None,
     also: Sequence[Mapping[str, Any]],
 ) -> Any:  # fmt: skip
@@ -72,7 +80,7 @@ def make(
 
     Raises SpecError, whose cause is the exception of the plugin's constructor, if it raised one.
     """
-    kind = plugin_class(plugin)
+    kind = import_plugin_class(plugin)
     if not issubclass(kind, base):
         raise SpecError(f"{kind.__name__} is a {kind_of(kind)}, and this pass is for a {base.__name__}")
     options = dict(options or {})
@@ -90,7 +98,7 @@ def make(
         function = functools.partial(kind.wrap_layer, given["name"], given["host"])  # type: ignore[attr-defined]
     else:
         check_options(kind, options, kind.__name__, leave=host_given, says="takes no")
-    making = Making(ask)
+    making = PluginContext(ask)
     token = MAKING.set(making)
     try:
         made = function(**host_given, **options)
@@ -162,7 +170,7 @@ def _freeze_untrained(plugin: Any) -> None:
                 part.register_buffer(name, parameter.detach())
 
 
-def plugin_class(plugin: str | type) -> type[BasePluginBlock]:
+def import_plugin_class(plugin: str | type) -> type[BasePluginBlock]:
     """Return the class that `"module:Class"` names. Raises SpecError, also for a class with hcpdiff's own bases."""
     try:
         kind = plugin if isinstance(plugin, type) else import_target(plugin)
@@ -204,7 +212,7 @@ def _naming_copies(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def running(
+def run_plugin(
     module: Any, feeds: Sequence[str], fed: Sequence[Any], left: Mapping[str, Any] | None = None
 ) -> Iterator[MethodCall]:
     """Run one call of a plugin, or of those of a container: feed their inputs first, and restore their attributes afterwards.

@@ -114,7 +114,7 @@ class TimesInput(Factor):
         return (x * self.factor, *args), kwargs
 
 
-def checkpoint() -> dict[str, dict[str, Tensor]]:
+def make_checkpoint() -> dict[str, dict[str, Tensor]]:
     """Return the contents of a file of low-rank updates, here of rank 2 for one layer of a ViT of width 192."""
     path = "blocks.0.attn.proj.___."
     return {"lora": {f"{path}layer.W_down": torch.full((2, 192), 0.01), f"{path}layer.W_up": torch.full((192, 2), 0.01)}}

@@ -10,7 +10,7 @@ from typing import Any
 from ...core.errors import SpecError, quote
 from ...core.spec.yaml_source import Source
 from .config_files import References
-from .hosts import RATE, number, patterns, take_key
+from .hosts import RATE, make_patterns, read_number, take_key
 from .layer_patterns import read_paths
 
 EVAL = re.compile(r'\$\{(?:hcp\.eval|times):\s*["\']?\s*(.*?)\s*["\']?\s*\}')  # its resolvers, as far as files use them
@@ -26,7 +26,7 @@ DATA = {"batch_size", "source", "bucket", "cache_latents", "img_root", "prompt_t
 DEFAULTS = {"bg_color": [255, 255, 255], "loss_weight": 1.0, "repeat": 1, "att_mask_encode": False}  # as they are here
 
 
-def training(source: Source, notes: list[str]) -> dict[str, Any]:
+def convert_training(source: Source, notes: list[str]) -> dict[str, Any]:
     """Return the sections `train` and `data`, and `seed`, of a configuration of HCP-Diffusion; none if it has none of them.
 
     Settings without a counterpart here, or with another meaning, are added to `notes`. Raises SpecError for invalid values.
@@ -71,7 +71,7 @@ def training(source: Source, notes: list[str]) -> dict[str, Any]:
     return {**head, "train": train, **({"data": data} if data.get("images") else {})}
 
 
-def own_layers(source: Source, more: dict[str, Any], notes: list[str]) -> None:
+def convert_layers(source: Source, more: dict[str, Any], notes: list[str]) -> None:
     """Convert the layers of the model that the section `unet` trains to `trainable` and `lr` of the section train in `more`.
 
     Raises SpecError for an entry that cannot be read.
@@ -83,8 +83,8 @@ def own_layers(source: Source, more: dict[str, Any], notes: list[str]) -> None:
             if not isinstance(entry, Mapping):
                 raise SpecError(f"must be a mapping with 'layers', not {quote(entry)}")
             layers = read_paths(take_key(dict(entry), "layers"), "layers")
-            rates.add(number(entry.get("lr", RATE), ("lr",), least=0.0))
-            found += [pattern or "**" for pattern in patterns(layers)]
+            rates.add(read_number(entry.get("lr", RATE), ("lr",), least=0.0))
+            found += [pattern or "**" for pattern in make_patterns(layers)]
     if "train" in more and len(rates) == 1:
         more["train"] |= {"trainable": list(dict.fromkeys(found)), "lr": rates.pop()}
     elif source.data.get("unet"):
@@ -95,7 +95,7 @@ def own_layers(source: Source, more: dict[str, Any], notes: list[str]) -> None:
 def _guidance(said: Mapping[str, Any]) -> float | None:
     """Return the scale of DreamArtist's training, 1.0 without; None for one that changes with the time, as in "1.0-3.0:cos"."""
     low, dash, high = str(said.get("cfg_scale") or 1.0).partition(":")[0].partition("-")
-    return number(_number(low), ("train", "cfg_scale")) if not dash or _number(low) == _number(high) else None
+    return read_number(_number(low), ("train", "cfg_scale")) if not dash or _number(low) == _number(high) else None
 
 
 def _has_known_keys(said: Mapping[str, Any]) -> bool:

@@ -15,8 +15,8 @@ from ...blocks.base import Block
 from ...core.errors import SpecError, did_you_mean
 from ...core.spec.addresses import select
 from ..kept_state import MethodCall, ReadNames
-from ..structures import described
-from .addin_factory import OnItsDevice, make_addin, takes_outputs, with_first_parameters
+from ..structures import describe
+from .addin_factory import OnItsDevice, create_parameters, has_outputs, make_addin
 from .host import ModuleView
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Addin(Block):
         have."""
         super().__init__()
         self.addin, self.method, self.point, self.across, self.host = addin, method, point, across, host
-        self.takes_outputs = takes_outputs(addin, method, point)
+        self.takes_outputs = has_outputs(addin, method, point)
         self.carries = carries
         self.read = ReadNames()
 
@@ -87,7 +87,7 @@ class Addin(Block):
             return block
         block = cls(make_addin(addin), method, point, across, host, carries)
         if not carries:
-            block.addin = with_first_parameters(block.addin, block.result, site.args)
+            block.addin = create_parameters(block.addin, block.result, site.args)
         return block
 
     def forward(self, *values: Any) -> Any:
@@ -151,9 +151,9 @@ class Addin(Block):
     def inputs(self, result: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return all arguments of the module, with the method's result replacing the first or all."""
         new = (result, *inputs[1:]) if isinstance(result, Tensor) else result
-        if not isinstance(new, (tuple, list)) or described(tuple(new)) != described(tuple(inputs)):
+        if not isinstance(new, (tuple, list)) or describe(tuple(new)) != describe(tuple(inputs)):
             raise SpecError(
-                f"{self.called} returns {described(result)} before a module that is called with {described(tuple(inputs))}: "
+                f"{self.called} returns {describe(result)} before a module that is called with {describe(tuple(inputs))}: "
                 "return a tensor for the first argument, or a tuple for all"
             )
         return tuple(new)
@@ -162,9 +162,9 @@ class Addin(Block):
         """Return the method's result in place of the module's. Raises SpecError for one of another structure."""
         if not self.takes_outputs and isinstance(result, (tuple, list)) and len(result) == 1:
             result = result[0]
-        if described(result) != described(outputs):
+        if describe(result) != describe(outputs):
             raise SpecError(
-                f"{self.called} returns {described(result)} after a module that returns {described(outputs)}: return the "
+                f"{self.called} returns {describe(result)} after a module that returns {describe(outputs)}: return the "
                 "same structure"
             )
         return result

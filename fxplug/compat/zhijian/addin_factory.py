@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from ...core.errors import SpecError
 from ...core.spec.pass_file import check_options
-from ..kept_state import tables
+from ..kept_state import list_tables
 from .blitz import check_method
-from .imports import imported
+from .imports import import_class
 
 if TYPE_CHECKING:
     from ...core.rewriter.sites import Value
@@ -28,7 +28,7 @@ def make_addin(addin: Any) -> nn.Module:
     if isinstance(addin, nn.Module):
         return _copy(addin)
     if isinstance(addin, Mapping):
-        kind: Any = imported(str(addin["use"]))
+        kind: Any = import_class(str(addin["use"]))
         options = {k: settings(v) for k, v in dict(addin.get("options") or {}).items()}
     else:
         kind, options = addin, {}
@@ -78,7 +78,7 @@ def _rebound(function: types.FunctionType, memo: Mapping[int, Any]) -> types.Fun
     return new
 
 
-def takes_outputs(addin: nn.Module, method: str, point: str) -> bool:
+def has_outputs(addin: nn.Module, method: str, point: str) -> bool:
     """Return whether the method takes (module, inputs, outputs) rather than (module, inputs). Raises SpecError."""
     check_method(addin, method)
     name, signature = type(addin).__name__, inspect.signature(getattr(addin, method))
@@ -99,7 +99,7 @@ def takes_outputs(addin: nn.Module, method: str, point: str) -> bool:
     return 3 in fits
 
 
-def with_first_parameters(addin: nn.Module, call: Any, args: Sequence[Value]) -> nn.Module:
+def create_parameters(addin: nn.Module, call: Any, args: Sequence[Value]) -> nn.Module:
     """Return the add-in with the parameters that its first call creates for the values there, else unchanged.
 
     `call(addin, *values)` is that call; it is run on a copy, and its exceptions are raised again by the trace.
@@ -118,9 +118,9 @@ def with_first_parameters(addin: nn.Module, call: Any, args: Sequence[Value]) ->
 def _called(addin: nn.Module, call: Any, values: Sequence[Any]) -> tuple[nn.Module, bool]:
     """Return a copy of an add-in after a call, and whether that created parameters."""
     trial = _copy(addin)
-    before = tables(trial)
+    before = list_tables(trial)
     call(trial, *values)
-    return trial, any(v is not before.get(name) for name, v in tables(trial).items() if isinstance(v, nn.Parameter))
+    return trial, any(v is not before.get(name) for name, v in list_tables(trial).items() if isinstance(v, nn.Parameter))
 
 
 def _zeros(value: Any) -> Any:

@@ -12,7 +12,7 @@ from ...core.errors import SpecError, did_you_mean, prefix_path
 from ...core.spec.rules import COMMON, Match, Pass, Rule, check_common, check_target
 from ...core.spec.yaml_source import NOWHERE, Source, Where, quote_yaml
 from .line import Insertion, Line, ModuleSide, parse
-from .lists import AddinEntry, entry_rules, read_entry
+from .lists import AddinEntry, make_rules, read_entry
 
 USE = "fxplug.compat.zhijian:Addin"
 KEYS = ("line", "addin")
@@ -63,7 +63,7 @@ def blitz(
     for number, one in enumerate(lines):
         made = _chosen(addins, one)
         if isinstance(one, AddinEntry):
-            rules += entry_rules(one, number, made, USE, where)
+            rules += make_rules(one, number, made, USE, where)
             continue
         for note in one.notes:
             warnings.warn(f"{one.text}: {note}", UserWarning, stacklevel=2)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import SpecError
 from ...core.spec.yaml_source import Source, quote_yaml, read_yaml
-from ..configuration import PLACEHOLDER, Converted, build_on_meta, dump_configuration, model_sections
-from .imports import imported
+from ..configuration import PLACEHOLDER, Conversion, build_on_meta, dump_configuration, make_model_sections
+from .imports import import_class
 from .line import parse
 from .lists import AddinEntry, read_entry
 from .reuse import ADDIN, model_config, reuse_keys
@@ -27,7 +27,7 @@ COURSE = {"optimizer": "adam", "mom": 0.9, "lr_scheduler": "cosine", "eta_min": 
 READ = ("addins", "config_blitz", "reuse_keys", "reuse_keys_blitz")
 
 
-def convert(file: str | Path, *, model: str | None = None, out: str | Path | None = None) -> Converted:
+def convert(file: str | Path, *, model: str | None = None, out: str | Path | None = None) -> Conversion:
     """Convert a configuration of ZhiJian to one of fxplug: its add-ins are a `blitz` pass, its `reuse_keys` are `trainable`.
 
     `model` is the value of `model:` in a configuration, or a configuration of fxplug (.yaml) whose model is used; with it the
@@ -39,7 +39,7 @@ def convert(file: str | Path, *, model: str | None = None, out: str | Path | Non
         raise source.error(f"has none of {', '.join(READ)}, so there is nothing to convert")
     notes: list[str] = []
     folder = Path(out).parent if out else Path.cwd()
-    head = {key: value for key, value in model_sections(model, folder).items() if key != "train"}
+    head = {key: value for key, value in make_model_sections(model, folder).items() if key != "train"}
     built = build_on_meta(head, folder) if model else None
     named, lines = _lines(source)
     used: set[str] = set(READ)
@@ -62,7 +62,7 @@ def convert(file: str | Path, *, model: str | None = None, out: str | Path | Non
     if model is None and lines:
         notes.append(f"{PLACEHOLDER} marks a value that depends on the model: convert with --model, or write it")
     comments = [f"{Path(file).name} of ZhiJian, by `fxplug convert zhijian`.", *(f"Note: {note}" for note in notes)]
-    return Converted(dump_configuration(comments, config, (Mapping,)), notes)
+    return Conversion(dump_configuration(comments, config, (Mapping,)), notes)
 
 
 def _optimizer(course: Mapping[str, Any]) -> Any:
@@ -111,10 +111,10 @@ def _lines(source: Source) -> tuple[list[str], list[Any]]:
 def _addin(name: str, settings: Mapping[str, Any], model: nn.Module | None, used: set[str]) -> dict[str, Any]:
     """Return the class of an add-in with its options: the defaults of its module's parser, and the values in the file."""
     module = f"{MODULES}.{name.lower()}"
-    imported(f"{module}:{name}")
+    import_class(f"{module}:{name}")
     parser = argparse.ArgumentParser()
     with contextlib.suppress(SpecError):  # it has no settings
-        imported(f"{module}:prepare_specific_addin_parser")(parser)
+        import_class(f"{module}:prepare_specific_addin_parser")(parser)
     config = vars(parser.parse_args([]))
     config.update({key: settings[key] for key in config if key in settings})
     used.update(config)

@@ -53,7 +53,7 @@ def _packages() -> dict[str, ModuleType]:
     return found
 
 
-def imported(target: str) -> Any:
+def import_class(target: str) -> Any:
     """Import `package.module:Class` beside the stand-in. Raises SpecError."""
     name = target.partition(":")[0]
     if name.partition(".")[0] == "zhijian" and not name.startswith("zhijian.models."):

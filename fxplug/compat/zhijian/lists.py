@@ -60,11 +60,11 @@ def read_entry(given: Mapping[str, Any], at: tuple[str | int, ...]) -> AddinEntr
                         "numbers must be equal", path=(*at, "hook"))
     if not isinstance(kwargs or {}, Mapping):
         raise SpecError(f"must be a mapping, not {quote_yaml(kwargs)}", path=(*at, "kwargs"))
-    paired = (Hook(module_path(place), method, SIDES[side]) for place, (method, side) in zip(places, hooks, strict=True))
+    paired = (Hook(make_pattern(place), method, SIDES[side]) for place, (method, side) in zip(places, hooks, strict=True))
     return AddinEntry(name, tuple(paired), kwargs or {}, at)
 
 
-def entry_rules(entry: AddinEntry, number: int, addin: Any, use: str, where: Where) -> list[Rule]:
+def make_rules(entry: AddinEntry, number: int, addin: Any, use: str, where: Where) -> list[Rule]:
     """Return a rule for each place of an entry. If there are several, the add-in's attributes are passed from one to the
     next."""
     carried = [f"{entry.addin} {number}"] if len(entry.hooks) > 1 else []
@@ -87,7 +87,7 @@ def entry_rules(entry: AddinEntry, number: int, addin: Any, use: str, where: Whe
     return made
 
 
-def module_path(place: Sequence[str | int]) -> str:
+def make_pattern(place: Sequence[str | int]) -> str:
     """Convert `[blocks, 0, attn]` to the pattern `blocks.0.attn`; `-1` and `8:12` are slices."""
     parts = []
     for part in place:

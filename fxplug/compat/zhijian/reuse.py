@@ -10,7 +10,7 @@ from torch import nn
 from ...core.errors import SpecError, did_you_mean
 from ...core.spec.addresses import select
 from .line import parse_path
-from .lists import module_path
+from .lists import make_pattern
 
 ADDIN = "addin"  # what ZhiJian calls its add-ins in the model
 
@@ -27,7 +27,7 @@ def reuse_keys(keys: str | Sequence[Sequence[str | int]] | None, model: nn.Modul
     if isinstance(keys, str):
         found = [parse_path(part) for part in keys.split(",") if part.strip()]
     else:
-        found = [module_path([key] if isinstance(key, str) else key) for key in keys]
+        found = [make_pattern([key] if isinstance(key, str) else key) for key in keys]
     named = [pattern for pattern in found if pattern != ADDIN]
     return named if model is None else [pattern for pattern in named if _has_parameters(pattern, model)]
 

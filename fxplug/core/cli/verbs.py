@@ -208,9 +208,9 @@ def load_saved(folder: str, set: list[str] | None, allow: list[str] | None, devi
 
 def make_saved_call(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make example inputs for a saved rewrite, as the configuration in its folder has them."""
-    from ..flow import saved_inputs
+    from ..flow import make_saved_inputs
 
-    return saved_inputs(folder, module)
+    return make_saved_inputs(folder, module)
 
 
 def format_parameters(result: Result) -> str:

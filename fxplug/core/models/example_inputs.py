@@ -16,11 +16,11 @@ from ..spec.model_section import Constant, InputSpec, Tensor
 from ..spec.pass_file import check_known, get_arguments
 from ..spec.run_config import Config, resolve
 from .built_model import BuiltModel, describe_inputs
-from .factory import build, torch_device
+from .factory import build, find_device
 
 
 def build_with_inputs(config: Config, *, device: str | None = None, later: Collection[str] = ()) -> BuiltModel:
-    """Build the model of a configuration and an example call of it, with `device` and `later` as in `example_inputs`.
+    """Build the model of a configuration and an example call of it, with `device` and `later` as in `make_inputs`.
 
     The call of a model in a pipeline is the first that the pipeline makes, with `inputs` in the places of what they name.
     """
@@ -31,14 +31,14 @@ def build_with_inputs(config: Config, *, device: str | None = None, later: Colle
         if named:
             bound = inspect.signature(built.module.forward).bind(*built.inputs[0], **built.inputs[1])
             _check_names(config, built.module, named)
-            bound.arguments.update(_Filler(config, torch_device(config)).mapping(named))
+            bound.arguments.update(_Filler(config, find_device(config)).mapping(named))
             built.inputs = bound.args, bound.kwargs
         return built
     model = build(config, device=device)
-    return BuiltModel(model, example_inputs(config, model, device=device, later=later))
+    return BuiltModel(model, make_inputs(config, model, device=device, later=later))
 
 
-def example_inputs(
+def make_inputs(
     config: Config, model: nn.Module, *, device: str | None = None, later: Collection[str] = ()
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments for one call of the model, from `inputs`; random numbers come from the run's seed.
@@ -54,7 +54,7 @@ def example_inputs(
         if name not in specs:
             finding = _wanted_inputs(f"misses the input '{name}'", model)
             raise SpecError(finding, path=("inputs",), where=config.where("inputs"))
-    kwargs = _Filler(config, torch_device(config, device)).mapping(specs)
+    kwargs = _Filler(config, find_device(config, device)).mapping(specs)
     return (), kwargs
 
 
@@ -66,7 +66,9 @@ def _check_names(config: Config, model: nn.Module, names: Iterable[str]) -> None
         check_known([name], found.names, says, path=("inputs",), where=where)
 
 
-def added_inputs(config: Config, module: TracedModule, *, device: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+def make_added_inputs(
+    config: Config, module: TracedModule, *, device: str | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return example values for the inputs that passes added, and their `inputs` section.
 
     Each is as `inputs` says, else random, of its shape in the graph; one with a default is left out.
@@ -81,10 +83,10 @@ def added_inputs(config: Config, module: TracedModule, *, device: str | None = N
             shape, dtype = node.meta["shape"], str(node.meta["dtype"]).removeprefix("torch.")
             said[name] = {"shape": list(shape), "dtype": dtype}
             specs[name] = Tensor(shape=tuple(shape), dtype=dtype)  # type: ignore[arg-type]
-    return _Filler(config, torch_device(config, device)).mapping(specs), said
+    return _Filler(config, find_device(config, device)).mapping(specs), said
 
 
-def default_inputs(config: Config, model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+def fill_inputs(config: Config, model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
     """Return the `inputs` section in full: as written, or the image of a timm model, or what a pipeline's call gave."""
     if config.model.kind == "pipeline":
         return describe_inputs(model, *call)

@@ -40,7 +40,7 @@ def _build(config: Config, device: str | None) -> nn.Module:
     if config.model.kind == "pipeline":
         module: nn.Module = need_hook("pipeline_model", "pipelines")(config, device=device).module
         return module
-    target = torch_device(config, device)
+    target = find_device(config, device)
     on = torch.device("meta") if target.type == "meta" else torch.device("cpu")
     try:
         make = {"timm": _timm, "diffusers": _diffusers, "call": _call}[config.model.kind](config)
@@ -73,7 +73,7 @@ def _without_draws(config: Config) -> AbstractContextManager[None]:
     return no_init_weights()  # type: ignore[no-any-return]
 
 
-def torch_device(config: Config, device: str | None = None) -> torch.device:
+def find_device(config: Config, device: str | None = None) -> torch.device:
     """Return the device of a run. Raises SpecError if there is no such device."""
     text = device or config.device
     where = config.where("device")

@@ -45,7 +45,7 @@ def load_weights(model: nn.Module, spec: WeightsSpec, base: Path, part: str = "w
                     "the weights from before quantisation"
                 )
                 raise SpecError(finding)
-            state = in_diffusers_layout(model, state, f"'{file.name}'")
+            state = convert_to_diffusers(model, state, f"'{file.name}'")
         _assign(model, state, f"'{file.name}'")
     except SpecError as error:
         raise SpecError(error.finding, path=(part, *error.path[1:])) from error.__cause__
@@ -92,7 +92,7 @@ def _read_shards(index: Path, raises: Raises, meta: bool, limits: Limits) -> Sta
     return state
 
 
-def in_diffusers_layout(model: nn.Module, state: State, name: str) -> State:
+def convert_to_diffusers(model: nn.Module, state: State, name: str) -> State:
     """Rename a checkpoint in a diffusers model's original layout to diffusers' names; return any other unchanged.
 
     diffusers' own converters do it (`diffusers.loaders.single_file_model`), and extract the model's part from a whole

@@ -31,14 +31,14 @@ class Tile(NamedTuple):
     stages: int
 
 
-def interpreted() -> bool:
+def is_interpreted() -> bool:
     """Return whether Triton runs kernels in Python, on a CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def unfit(device: torch.device, dtype: torch.dtype, rank: int) -> str | None:
+def explain_unfit(device: torch.device, dtype: torch.dtype, rank: int) -> str | None:
     """Return why the kernels do not support a layer; None if they do."""
-    if reason := _unfit_device(device, interpreted()):
+    if reason := _unfit_device(device, is_interpreted()):
         return reason
     if dtype not in DTYPES:
         return f"Triton's kernels take float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
@@ -85,7 +85,7 @@ def tiles_for(capability: int, name: str = "") -> list[Tile]:
     return [Tile(*tile) for tile in TILES["devices"].get(name) or TILES["capabilities"][str(of)]]
 
 
-def tile_for(rows: Any, columns: int, device: torch.device, dtype: torch.dtype) -> Tile:
+def choose_tile(rows: Any, columns: int, device: torch.device, dtype: torch.dtype) -> Tile:
     """Return the largest tile of which every multiprocessor gets one.
 
     A symbolic number of rows is not compared, as that would specialise it: it counts as large.

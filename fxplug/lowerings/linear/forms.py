@@ -17,8 +17,8 @@ from torch import fx, nn
 from ...core.errors import SpecError, did_you_mean, quote
 from ...core.ir.containers import find_tensor
 from . import devices, library, operators
-from .layers import Layer, argument
-from .updated import Mapped
+from .layers import Layer, get_argument
+from .updated import MappedLinear
 
 FORMS = {
     "stock": "as the pass put it in",
@@ -47,11 +47,11 @@ class Case(NamedTuple):
     mapped: int = 0
 
 
-def case_of(
-    tree: nn.Module, node: fx.Node, layer: Layer | None, dtype: torch.dtype | None = None, update: Mapped | None = None
+def make_case(
+    tree: nn.Module, node: fx.Node, layer: Layer | None, dtype: torch.dtype | None = None, update: MappedLinear | None = None
 ) -> tuple[torch.device, Case] | None:
     """Return device and case of a linear layer, with the `Lora` after it, for the rows of the trace; None if unknown."""
-    read = argument(node, 1, "weight") if layer is None else None
+    read = get_argument(node, 1, "weight") if layer is None else None
     read = read if update is None else update.weight
     if isinstance(read, fx.Node) and read.op == "get_attr":
         weight: Any = find_tensor(tree, str(read.target))
@@ -67,7 +67,7 @@ def case_of(
     return weight.device, Case(named, int(math.prod(shape[:-1])), inner, outer, rank, slots, mapped=int(update is not None))
 
 
-def form_named(how: str) -> str:
+def find_form(how: str) -> str:
     """Return the form of this name, or `auto`. Raises SpecError."""
     known = ["auto", *FORMS]
     if how not in known:
@@ -76,7 +76,7 @@ def form_named(how: str) -> str:
 
 
 @functools.cache
-def class_of(device: str) -> str:
+def classify(device: str) -> str:
     """Return the class of a type of devices, as in LIMITS: CPUs are split by whether torch has their maker's products."""
     if device != "cpu" or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return device
@@ -85,8 +85,8 @@ def class_of(device: str) -> str:
     return "cpu with mkl" if "GenuineIntel" in maker else device
 
 
-def form_of(case: Case, device: str) -> str:
-    """Return the form of a layer on a class of devices (`class_of`).
+def choose_form(case: Case, device: str) -> str:
+    """Return the form of a layer on a class of devices (`classify`).
 
     `own` are the dtypes with products that are not torch's own. These are faster if a weight is large and a result is wide; in
     training if the input is narrow as well, or the rows are many. A layer of few multiplications takes longer to call than to
@@ -99,7 +99,7 @@ def form_of(case: Case, device: str) -> str:
     wide, long = outer > limits["wide"], rows >= limits["long"]
     if grad and (slots or not rank):
         return "stock"
-    on_weight = rank and not (slots or grad or mapped) and library.pays(rows, outer, inner)
+    on_weight = rank and not (slots or grad or mapped) and library.is_cheaper(rows, outer, inner)
     if compiled and not limits["compiled"] and not on_weight:
         return "stock"
     if grad:
@@ -109,10 +109,10 @@ def form_of(case: Case, device: str) -> str:
     return "blas" if rank else "stock"
 
 
-def forms_of(case: Case, device: str) -> tuple[str, str]:
+def choose_forms(case: Case, device: str) -> tuple[str, str]:
     """Return the form of a case in all of `operators.MODES`, as the functions there read it, and as text."""
     modes = [case._replace(compiled=int(compiled), grad=int(grad)) for compiled, grad in operators.MODES]
-    found = [form_of(mode, class_of(device)) for mode in modes]
+    found = [choose_form(mode, classify(device)) for mode in modes]
     if len(set(found)) == 1:
         return found[0], found[0]
     words = zip(found, ("", " (with gradients)", " (compiled)", " (compiled, with gradients)"), strict=True)
@@ -120,7 +120,7 @@ def forms_of(case: Case, device: str) -> tuple[str, str]:
     return ",".join(found), ", ".join(kept)
 
 
-def triton_form(known: tuple[torch.device, Case] | None) -> tuple[str, str, str | None]:
+def choose_triton_form(known: tuple[torch.device, Case] | None) -> tuple[str, str, str | None]:
     """Return the form of the Triton kernels for a layer in all of `operators.MODES`, as text, and why they do not support it.
 
     An update is added to the weight if that costs less for the rows of the trace, and nothing is trained.
@@ -130,21 +130,21 @@ def triton_form(known: tuple[torch.device, Case] | None) -> tuple[str, str, str 
     device, case = known
     cast = device.type != "meta" and torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if cast else getattr(torch, case.dtype)
-    reason = devices.unfit(device, dtype, case.rank)
+    reason = devices.explain_unfit(device, dtype, case.rank)
     if reason is not None:
         return "stock", "stock", reason
-    if case.slots or not library.pays(case.rows, case.outer, case.inner):
+    if case.slots or not library.is_cheaper(case.rows, case.outer, case.inner):
         return "triton", "triton", None
     modes = ["triton" if grad else "triton:weight" for _, grad in operators.MODES]
     return ",".join(modes), f"{modes[0]}, {modes[1]} (with gradients)", None
 
 
-def function(form: str, slots: bool) -> tuple[Any, tuple[Any, ...]]:
+def make_function(form: str, slots: bool) -> tuple[Any, tuple[Any, ...]]:
     """Return the function for a layer and its `Lora` in this form, and its last arguments."""
-    return (operators.bank_linear if slots else operators.lora_linear), () if form == "fused" else (form,)
+    return (operators.run_bank_linear if slots else operators.run_lora_linear), () if form == "fused" else (form,)
 
 
 @functools.cache
-def say(text: str) -> None:
+def warn_once(text: str) -> None:
     """Warn, once for each text."""
     warnings.warn(text, stacklevel=4)

@@ -9,8 +9,8 @@ from ...core import quantised
 from ...core.ir.graph import Graph, change
 from ...core.ir.traced_module import TracedModule, check_traced, copy_graphs, strip_to_container
 from . import forms, operators
-from .layers import WEIGHTS, Layer, call_instead, linear_layers
-from .updated import fuse_mapped, mapped
+from .layers import WEIGHTS, Layer, call_instead, list_linear
+from .updated import find_mapped, fuse_mapped
 
 
 def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = None) -> TracedModule:
@@ -24,9 +24,9 @@ def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = Non
     Args:
         gm: The rewritten module.
         how: A form of `forms.FORMS` for all layers, or "auto": for each layer the form that a rule takes for its sizes and the
-            rows of the trace (`forms.form_of`), and "stock", which leaves it as it is; without gradients and with them, each of
-            which may take another form. "triton" is for layers with a `Lora`; other updates take the form of the rule, or stay
-            as they are, and what its kernels do not take stays so with a warning that says why.
+            rows of the trace (`forms.choose_form`), and "stock", which leaves it as it is; without gradients and with them,
+            each of which may take another form. "triton" is for layers with a `Lora`; other updates take the form of the rule,
+            or stay as they are, and what its kernels do not take stays so with a warning that says why.
         dtype: The dtype in which the rule sees the layers, as autocast may have another; None is that of the weights.
 
     Returns:
@@ -36,20 +36,20 @@ def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = Non
         SpecError: `gm` is no traced module, or there is no such form.
     """
     check_traced(gm, "fuse")
-    form = forms.form_named(how)
+    form = forms.find_form(how)
     tree, graphs, chosen = strip_to_container(gm), copy_graphs(gm), dict(gm.meta.get("forms", {}))
     left: dict[str, list[str]] = {}  # why kernels do not take some layers, and their paths
     for graph in graphs.values():
-        for node, layer in linear_layers(graph, tree):
+        for node, layer in list_linear(graph, tree):
             taken = text = form
-            update = mapped(tree, node)
+            update = find_mapped(tree, node)
             if form == "triton" and layer is not None and layer.lora is not None:
-                taken, text, reason = forms.triton_form(forms.case_of(tree, node, layer, dtype))
+                taken, text, reason = forms.choose_triton_form(forms.make_case(tree, node, layer, dtype))
                 if reason:
                     left.setdefault(reason, []).append(str(node.target))
             elif form == "auto" or update is not None and form == "triton":
-                case = forms.case_of(tree, node, layer, dtype, update)
-                taken, text = ("stock", "stock") if case is None else forms.forms_of(case[1], case[0].type)
+                case = forms.make_case(tree, node, layer, dtype, update)
+                taken, text = ("stock", "stock") if case is None else forms.choose_forms(case[1], case[0].type)
             if update is not None:
                 if taken != "stock":
                     fuse_mapped(graph, tree, update, taken)
@@ -60,9 +60,9 @@ def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = Non
             elif "fused" in taken.split(","):
                 more = (taken,) if "," in taken else ()
                 if layer is None:
-                    change(node, target=operators.linear, kwargs={**node.kwargs, **({"form": taken} if more else {})})
+                    change(node, target=operators.run_linear, kwargs={**node.kwargs, **({"form": taken} if more else {})})
                 else:
-                    call_instead(graph, tree, node, node, operators.linear, [], *more)
+                    call_instead(graph, tree, node, node, operators.run_linear, [], *more)
         graph.lint()
     if form == "triton":
         _note_others(gm, chosen, left)
@@ -79,14 +79,14 @@ def _note_others(gm: TracedModule, chosen: dict[str, str], left: dict[str, list[
         chosen.setdefault(path, "stock")
     if left:
         found = [f"{p[0]}{f' and {len(p) - 1} more' if len(p) > 1 else ''}: {reason}" for reason, p in left.items()]
-        forms.say(f"fuse='triton' leaves layers in their stock form: {'; '.join(found)}")
+        forms.warn_once(f"fuse='triton' leaves layers in their stock form: {'; '.join(found)}")
 
 
 def _fuse_layer(graph: Graph, tree: nn.Module, layer: Layer, form: str) -> None:
     lora, block = layer.lora, layer.block
     assert lora is not None
     if form != "stock":
-        function, last = forms.function(form, bool(block.slots))
+        function, last = forms.make_function(form, bool(block.slots))
         if block.slots:
             last = (lora.args[2], block.slots, block.batch_dim, *last)
         call_instead(graph, tree, lora, layer.node, function, WEIGHTS if block.slots else [*WEIGHTS, "scale"], *last)

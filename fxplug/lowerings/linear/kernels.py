@@ -7,8 +7,7 @@ for x (rows, in), weight (out, in), bias (out,), down (slots * rank, in), up (ou
 anything of a slot spends no time on it. `shrink` makes the inner values, `expand` the result with the update in the product's
 own accumulator; the gradient of x is the same two with the weights turned round. `merge` adds an update to a weight.
 
-Nothing imports this file but a form that asks for it: `devices.unfit` says before where it runs. TRITON_INTERPRET=1 runs it on
-a CPU.
+Only a form that asks for it imports this file; `devices.explain_unfit` says where it runs. TRITON_INTERPRET=1 runs it on a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch.library import triton_op, wrap_triton
 
 from . import devices, library
 
-INTERPRETED = tl.constexpr(devices.interpreted())
+INTERPRETED = tl.constexpr(devices.is_interpreted())
 # what changes with the batch: a kernel is compiled once for all numbers of them
 OPEN = ["M", "tokens", "batch"]
 
@@ -144,7 +143,7 @@ def lora(
 ) -> tuple[Tensor, Tensor]:
     """Return x @ weight.T + bias + hidden @ up.T, and hidden, the result of `shrink`."""
     m, (n, k), width, hidden = x.shape[0], weight.shape, up.shape[1], shrink(x, down, gates, slots, tokens)
-    y, tile = x.new_empty(m, n), devices.tile_for(m, n, x.device, x.dtype)
+    y, tile = x.new_empty(m, n), devices.choose_tile(m, n, x.device, x.dtype)
     wrap_triton(_expand)[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)](
         x, weight, weight if bias is None else bias, hidden, up, y, gates, m, n, k, width // slots, slots,
         *x.stride(), *weight.stride(), *up.stride(), *_gating(gates, tokens), BIAS=bias is not None, WHOLE=k % tile.k == 0,
@@ -210,7 +209,7 @@ triton_op("fxplug::triton_merge", merge, mutates_args=(), schema=f"({UPDATE}) ->
 torch.library.register_autograd("fxplug::triton_lora", _gradients, setup_context=_saves)
 
 
-def linear(
+def compute_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, gates: Tensor, slots: int = 1, batch_dim: int = 0
 ) -> Tensor:
     """Compute a layer and its update, for x (..., in) with the samples in dimension `batch_dim`, of one entry or several

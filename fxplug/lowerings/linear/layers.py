@@ -57,10 +57,10 @@ class Layer(NamedTuple):
     @property
     def x(self) -> Any:
         """Input of the layer, before the edges of regions."""
-        return inside(argument(self.node, 0, "input"))
+        return find_inner(get_argument(self.node, 0, "input"))
 
 
-def linear_layers(graph: fx.Graph, tree: nn.Module) -> Iterator[tuple[fx.Node, Layer | None]]:
+def list_linear(graph: fx.Graph, tree: nn.Module) -> Iterator[tuple[fx.Node, Layer | None]]:
     """Yield the linear layers of a graph, and its calls of F.linear without a layer; the graph may change meanwhile."""
     for node in list(graph.nodes):
         layer = None if is_erased(node) else layer_at(tree, node)
@@ -68,7 +68,7 @@ def linear_layers(graph: fx.Graph, tree: nn.Module) -> Iterator[tuple[fx.Node, L
             yield node, layer
 
 
-def layer_of(tree: nn.Module, node: fx.Node) -> Layer | None:
+def get_layer(tree: nn.Module, node: fx.Node) -> Layer | None:
     """Return the layer of a node, or the module of no known kind that it calls; None for another node."""
     if node.op == "call_module":
         module = tree.get_submodule(str(node.target))
@@ -77,7 +77,7 @@ def layer_of(tree: nn.Module, node: fx.Node) -> Layer | None:
     if node.op != "call_function" or node.target not in PRODUCTS:
         return None
     kind, weight_at, bias_at = PRODUCTS[node.target]
-    weight, bias = argument(node, weight_at, "weight"), argument(node, bias_at, "bias") if bias_at > 0 else None
+    weight, bias = get_argument(node, weight_at, "weight"), get_argument(node, bias_at, "bias") if bias_at > 0 else None
     packed = getattr(weight, "op", "") == "get_attr" and quantised.is_packed(find_tensor(tree, str(weight.target)))
     return None if packed else Layer(node, kind, None, weight, bias)
 
@@ -96,18 +96,18 @@ def _kind(module: nn.Module) -> str:
 
 def layer_at(tree: nn.Module, node: fx.Node) -> Layer | None:
     """Return the nn.Linear that a node calls, with the `Lora` that can be joined with it."""
-    if called(tree, node, nn.Linear) is None or len(node.args) != 1 or node.kwargs:
+    if get_called(tree, node, nn.Linear) is None or len(node.args) != 1 or node.kwargs:
         return None
-    layer, found = layer_of(tree, node), next(following_blocks(tree, node), None)
+    layer, found = get_layer(tree, node), next(list_blocks(tree, node), None)
     if layer is None or found is None:
         return layer
     user, block = found
-    if list(node.users) != [user] or called(tree, user, Lora) is None or block.bias or block.dropout:
+    if list(node.users) != [user] or get_called(tree, user, Lora) is None or block.bias or block.dropout:
         return layer
-    return layer if misfit(block, user, layer.kind, layer.x) else layer._replace(lora=user, block=block)
+    return layer if explain_misfit(block, user, layer.kind, layer.x) else layer._replace(lora=user, block=block)
 
 
-def called(tree: nn.Module, node: fx.Node, kind: type[nn.Module]) -> Any:
+def get_called(tree: nn.Module, node: fx.Node, kind: type[nn.Module]) -> Any:
     """Return the module that a node calls, if it is exactly of this class, without hooks, and not quantised."""
     module = tree.get_submodule(str(node.target)) if node.op == "call_module" else None
     if module is None or type(module) is not kind or is_hooked(module) or quantised.is_quantised(module):
@@ -115,11 +115,11 @@ def called(tree: nn.Module, node: fx.Node, kind: type[nn.Module]) -> Any:
     return module
 
 
-def misfit(lora: Lora, node: fx.Node, kind: str, x: Any) -> str | None:
+def explain_misfit(lora: Lora, node: fx.Node, kind: str, x: Any) -> str | None:
     """Return why a `Lora` that a node calls does not belong to a layer of this kind that reads x, or None."""
     if lora.kind != kind:
         return f"it was made for {lora.kind} and is at {kind}"
-    own = inside(argument(node, 0, "x"))
+    own = find_inner(get_argument(node, 0, "x"))
     if own is not x:
         return f"it reads '{getattr(own, 'name', own)}', and the layer reads '{getattr(x, 'name', x)}'"
     return None
@@ -128,39 +128,39 @@ def misfit(lora: Lora, node: fx.Node, kind: str, x: Any) -> str | None:
 # --- walking through a graph
 
 
-def argument(node: fx.Node, index: int, name: str) -> Any:
+def get_argument(node: fx.Node, index: int, name: str) -> Any:
     """Return an argument of a node by its position or its name, None if it is missing."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name)
 
 
-def inside(value: Any) -> Any:
+def find_inner(value: Any) -> Any:
     """Return a value before the edges of regions that it crosses."""
     while isinstance(value, fx.Node) and value.target is ops.edge:
         value = value.args[0]
     return value
 
 
-def readers(node: fx.Node) -> list[fx.Node]:
+def list_readers(node: fx.Node) -> list[fx.Node]:
     """Return the users of a value, including those after the edges of regions."""
     found: dict[fx.Node, None] = {}
     for user in node.users:
-        found.update(dict.fromkeys(readers(user)) if user.target is ops.edge else {user: None})
+        found.update(dict.fromkeys(list_readers(user)) if user.target is ops.edge else {user: None})
     return list(found)
 
 
-def following_blocks(tree: nn.Module, value: fx.Node) -> Iterator[tuple[fx.Node, Any]]:
+def list_blocks(tree: nn.Module, value: fx.Node) -> Iterator[tuple[fx.Node, Any]]:
     """Yield the blocks that change a layer's result, in order: each is the only reader of the value before it."""
-    while len(found := readers(value)) == 1 and found[0].op == "call_module":
+    while len(found := list_readers(value)) == 1 and found[0].op == "call_module":
         block = tree.get_submodule(str(found[0].target))
-        if not isinstance(block, BEHIND) or inside(result_read(found[0], block)) is not value:
+        if not isinstance(block, BEHIND) or find_inner(find_result(found[0], block)) is not value:
             return
         value = found[0]
         yield value, block
 
 
-def result_read(node: fx.Node, block: nn.Module) -> Any:
+def find_result(node: fx.Node, block: nn.Module) -> Any:
     """Return the layer's result among the arguments of a block after it."""
-    return argument(node, 1, "y") if isinstance(block, Lora) else argument(node, 0, "y")
+    return get_argument(node, 1, "y") if isinstance(block, Lora) else get_argument(node, 0, "y")
 
 
 # --- editing a graph

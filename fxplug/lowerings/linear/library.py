@@ -34,7 +34,7 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None, blas: bool = Fals
     return onednn_linear(a, b, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-def pays(rows: int, outer: int, inner: int) -> bool:
+def is_cheaper(rows: int, outer: int, inner: int) -> bool:
     """Return whether an update costs less on a weight (outer, inner) than on so many rows.
 
     In multiplications it is rank * outer * inner against rank * rows * (outer + inner). The new weight is also written and read
@@ -43,11 +43,11 @@ def pays(rows: int, outer: int, inner: int) -> bool:
     return rows * (outer + inner) >= 2 * outer * inner
 
 
-def lora(
+def compute_lora(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, blas: bool = False
 ) -> Tensor:
     """Compute x @ (weight + scale * up @ down).T + bias, for x (rows, in), in the cheaper order."""
-    if pays(x.shape[0], *weight.shape):
+    if is_cheaper(x.shape[0], *weight.shape):
         return multiply(x, add_update(weight, down, up, scale), bias, blas)
     return multiply(x, weight, bias, blas).addmm_(multiply(x, down, None, blas).mul_(scale), up.t())
 
@@ -61,7 +61,7 @@ def lora_and_hidden(
     scale: Tensor,
     blas: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `lora` beside the weight, and its inner values scale * x @ down.T, (rows, rank), for gradients."""
+    """Compute `compute_lora` beside the weight, and its inner values scale * x @ down.T, (rows, rank), for gradients."""
     inner = multiply(x, down, None, blas).mul_(scale)
     return multiply(x, weight, bias, blas).addmm_(inner, up.t()), inner
 
@@ -81,7 +81,7 @@ def used_factors(down: Tensor, up: Tensor, take: list[float]) -> tuple[Tensor, T
     return torch.cat(downs), torch.cat(ups, 1), torch.cat(gates)
 
 
-def bank(
+def compute_bank(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -92,7 +92,7 @@ def bank(
     batch_dim: int,
     blas: bool = False,
 ) -> Tensor:
-    """Compute `operators.bank_linear` without gradients and on a CPU."""
+    """Compute `operators.run_bank_linear` without gradients and on a CPU."""
     flat, batch = x.flatten(0, -2), rows.shape[0]
     takes: list[list[float]] = rows[:, :: rows.shape[1] // slots].tolist()
     if not batch:
@@ -100,12 +100,13 @@ def bank(
     shape = (*x.shape[:-1], weight.shape[0])
     if all(take == takes[0] for take in takes):
         used = used_factors(down, up, takes[0])
-        return (multiply(flat, weight, bias, blas) if used is None else lora(flat, weight, bias, *used, blas)).view(shape)
+        found = multiply(flat, weight, bias, blas) if used is None else compute_lora(flat, weight, bias, *used, blas)
+        return found.view(shape)
     if x.dim() < 2 or batch_dim < 0 or x.shape[batch_dim] % batch:  # no samples in it: what all of them take
         return (multiply(flat, weight, bias, blas) + compute_update(flat, down, up, rows, -1)).view(shape)
     if batch_dim:
         first = x.transpose(0, batch_dim)
-        return bank(first, weight, bias, down, up, rows, slots, 0, blas).transpose(0, batch_dim).contiguous()
+        return compute_bank(first, weight, bias, down, up, rows, slots, 0, blas).transpose(0, batch_dim).contiguous()
     y = multiply(flat, weight, bias, blas)
     each, start = flat.shape[0] // batch, 0
     for take, same in itertools.groupby(takes):
@@ -149,13 +150,13 @@ def _rows(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
 
 # the compiler takes oneDNN's own operator only where the second factor is a constant
 define("product", "Tensor a, Tensor b, Tensor? bias, bool blas=False", "Tensor", multiply, _rows)
-define("lora", f"{UPDATED}, Tensor scale, bool blas=False", "Tensor", lora, _rows)
+define("lora", f"{UPDATED}, Tensor scale, bool blas=False", "Tensor", compute_lora, _rows)
 define(
     "lora_and_hidden", f"{UPDATED}, Tensor scale, bool blas=False", "(Tensor, Tensor)", lora_and_hidden,
     lambda x, weight, bias, down, *_: (_rows(x, weight), _rows(x, down)),
 )  # fmt: skip
 define(
-    "bank", f"{UPDATED}, Tensor rows, int slots, int batch_dim, bool blas=False", "Tensor", bank,
+    "bank", f"{UPDATED}, Tensor rows, int slots, int batch_dim, bool blas=False", "Tensor", compute_bank,
     lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
 )  # fmt: skip
 

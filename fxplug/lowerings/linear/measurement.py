@@ -18,8 +18,8 @@ from ...core.errors import SpecError, cut_lines, format_fields, quote
 from ...core.ir.traced_module import TracedModule, check_traced
 from ...core.rewriter.probe import GraphRun
 from . import forms, operators
-from .forms import Case, case_of
-from .layers import linear_layers
+from .forms import Case, make_case
+from .layers import list_linear
 
 LEAST = 2e-3  # seconds that one turn of a form takes at least
 MOST = 10_000  # turns that may be asked for
@@ -79,7 +79,7 @@ def tune(
 
     The layers are measured on tensors of their own, without gradients, on the device of their weights, in alternation with the
     stock form. Slots are measured with one adapter for the whole batch. Nothing is kept: a form is taken by a rule
-    (`forms.form_of`), and where another one is faster here, `fuse` takes its name.
+    (`forms.choose_form`), and where another one is faster here, `fuse` takes its name.
 
     Args:
         gm: The rewritten module.
@@ -102,8 +102,8 @@ def tune(
     found: dict[Case, list[Any]] = {}
     device = torch.device("cpu")
     graph: Any = gm.graph
-    for node, layer in linear_layers(graph, gm):
-        known = None if layer is None or layer.lora is None else case_of(gm, node, layer)
+    for node, layer in list_linear(graph, gm):
+        known = None if layer is None or layer.lora is None else make_case(gm, node, layer)
         if known is not None:
             path, (device, case) = str(node.target), known
             case = case._replace(rows=rows.get(path, case.rows), compiled=int(compiled))
@@ -133,7 +133,7 @@ def measure(device: torch.device, case: Case, names: Sequence[str], turns: int) 
         calls = {form: _ready(call, bool(case.compiled)) for form, call in calls_of(device, case).items()}
         times = _time_alternating(device, calls, turns, LEAST)
     milliseconds = {form: 1000 * statistics.median(each) for form, each in times.items()}
-    return Timing(case, forms.form_of(case, forms.class_of(device.type)), milliseconds, _ratios(times, "stock"), names)
+    return Timing(case, forms.choose_form(case, forms.classify(device.type)), milliseconds, _ratios(times, "stock"), names)
 
 
 def _time_alternating(device: torch.device, calls: dict[str, Any], turns: int, least: float) -> dict[str, list[float]]:
@@ -180,7 +180,7 @@ def calls_of(device: torch.device, case: Case) -> dict[str, Callable[[], Any]]:
         return call
 
     if not inner:
-        return {"stock": ready(F.linear, x, weight, bias), "fused": ready(operators.linear, x, weight, bias)}
+        return {"stock": ready(F.linear, x, weight, bias), "fused": ready(operators.run_linear, x, weight, bias)}
 
     def stock() -> Any:
         return torch.add(F.linear(x, weight, bias), compute_update(x, down, up, rows))
@@ -188,7 +188,7 @@ def calls_of(device: torch.device, case: Case) -> dict[str, Callable[[], Any]]:
     found = {"stock": ready(stock)}
     own = device.type != "cpu" or dtype == torch.float32
     for form in (["fused"] if own else []) + (["blas"] if device.type == "cpu" else []):
-        function, last = forms.function(form, bool(slots))
+        function, last = forms.make_function(form, bool(slots))
         given = (x, weight, bias, down, up, *rest, *((0,) if slots else ()), *last)
         found[form] = ready(function, *given)
     return found

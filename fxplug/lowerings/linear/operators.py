@@ -30,7 +30,7 @@ MODES = ((False, False), (False, True), (True, False), (True, True))  # compiled
 KEPT = ContextVar("KEPT", default=False)  # whether what an export gives is compiled here
 
 
-def operator(name: str, arguments: str) -> Callable[[Run], Run]:
+def make_operator(name: str, arguments: str) -> Callable[[Run], Run]:
     """Make a decorator that calls a function through an operator of torch's library, of this name, under a compiler."""
 
     def decorate(run: Run) -> Run:
@@ -47,11 +47,11 @@ def operator(name: str, arguments: str) -> Callable[[Run], Run]:
     return decorate
 
 
-@operator("linear", "Tensor x, Tensor weight, Tensor? bias=None")
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = "fused") -> Tensor:
+@make_operator("linear", "Tensor x, Tensor weight, Tensor? bias=None")
+def run_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = "fused") -> Tensor:
     """Compute `torch.nn.functional.linear`, up to rounding: x (..., in), weight (out, in), bias (out,)."""
     x, weight, bias = _cast(x, weight, bias)
-    trained, compiled = trains(x, weight, bias), torch.compiler.is_compiling()
+    trained, compiled = is_training(x, weight, bias), torch.compiler.is_compiling()
     ours = library.ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32 and _fits(x, weight)
     if _form(form, trained) != "fused" or not ours or torch.compiler.is_exporting():
         return F.linear(x, weight, bias)
@@ -59,8 +59,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = "f
     return product(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
-@operator("linear_with_lora", f"{library.UPDATED}, Tensor scale")
-def lora_linear(
+@make_operator("linear_with_lora", f"{library.UPDATED}, Tensor scale")
+def run_lora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, form: str = "fused"
 ) -> Tensor:
     """Compute linear(x, weight, bias) + scale * linear(linear(x, down), up): a layer and its `Lora`. what a layer and its
@@ -70,12 +70,12 @@ def lora_linear(
     """
     autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
     x, weight, bias, down, up = _cast(x, weight, bias, down, up)
-    trained = trains(x, weight, bias, down, up)
+    trained = is_training(x, weight, bias, down, up)
     way = _form(form, trained)
     if kernels := _kernels(way, x, weight, bias, down, up):
         if way == "triton:weight":
             return F.linear(x, torch.ops.fxplug.triton_merge(weight, down, up, scale), bias)
-        return kernels.linear(x, weight, bias, down, up, scale)  # type: ignore[no-any-return]
+        return kernels.compute_linear(x, weight, bias, down, up, scale)  # type: ignore[no-any-return]
     compiled = torch.compiler.is_compiling()
     alone = compiled and x.device.type != "cpu"  # there the compiler has products of its own, and joins what is around them
     plain = way.startswith(("stock", "triton")) or not _fits(x, weight, down, up) or torch.compiler.is_exporting()
@@ -88,12 +88,12 @@ def lora_linear(
     if trained:
         y, _ = torch.ops.fxplug.lora_and_hidden(flat, weight, bias, down, up, scale, blas)
     else:
-        y = (torch.ops.fxplug.lora if compiled else library.lora)(flat, weight, bias, down, up, scale, blas)
+        y = (torch.ops.fxplug.lora if compiled else library.compute_lora)(flat, weight, bias, down, up, scale, blas)
     return y.view(shape)  # type: ignore[no-any-return]
 
 
-@operator("bank_linear", f"{library.UPDATED}, Tensor rows, int slots, int batch_dim=0")
-def bank_linear(
+@make_operator("bank_linear", f"{library.UPDATED}, Tensor rows, int slots, int batch_dim=0")
+def run_bank_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -111,16 +111,16 @@ def bank_linear(
     slots with a weight cost time. The bank gets no gradient.
     """
     x, weight, bias, down, up = _cast(x, weight, bias, down, up)
-    trained = trains(x, weight, bias, down, up)
+    trained = is_training(x, weight, bias, down, up)
     way = _form(form, trained)
     kernels = _kernels(way, x, weight, bias, down, up, slots=slots)
     if kernels and rows.shape[0] and -1 < batch_dim < x.dim() - 1 and x.shape[batch_dim] % rows.shape[0] == 0:
-        return kernels.linear(x, weight, bias, down, up, rows, slots, batch_dim)  # type: ignore[no-any-return]
+        return kernels.compute_linear(x, weight, bias, down, up, rows, slots, batch_dim)  # type: ignore[no-any-return]
     plain = torch.compiler.is_exporting() or trained or not _fits(x, weight, down, up) or way in ("stock", "triton")
     if x.device.type == "cpu" and not plain:
-        call = torch.ops.fxplug.bank if torch.compiler.is_compiling() else library.bank
+        call = torch.ops.fxplug.bank if torch.compiler.is_compiling() else library.compute_bank
         return call(x, weight, bias, down, up, rows, slots, batch_dim, way == "blas")
-    return torch.add(linear(x, weight, bias, way), compute_update(x, down, up, rows, batch_dim))
+    return torch.add(run_linear(x, weight, bias, way), compute_update(x, down, up, rows, batch_dim))
 
 
 def _kernels(form: str, x: Tensor, *weights: Tensor | None, slots: int = 1) -> Any:
@@ -133,9 +133,9 @@ def _kernels(form: str, x: Tensor, *weights: Tensor | None, slots: int = 1) -> A
     known = [weight for weight in weights if weight is not None]
     if not x.numel() or not _fits(x, *known) or x.shape[-1] != known[0].shape[1]:  # of which torch's own products raise
         return None
-    if devices.unfit(x.device, x.dtype, known[-1].shape[1] // slots) is not None:
+    if devices.explain_unfit(x.device, x.dtype, known[-1].shape[1] // slots) is not None:
         return None
-    if devices.interpreted() and torch.compiler.is_compiling():
+    if devices.is_interpreted() and torch.compiler.is_compiling():
         return None
     from . import kernels
 
@@ -143,7 +143,7 @@ def _kernels(form: str, x: Tensor, *weights: Tensor | None, slots: int = 1) -> A
 
 
 @contextlib.contextmanager
-def keeping_kernels() -> Iterator[None]:
+def keep_kernels() -> Iterator[None]:
     """Keep the calls of Triton kernels in exports inside the context."""
     token = KEPT.set(True)
     try:
@@ -152,7 +152,7 @@ def keeping_kernels() -> Iterator[None]:
         KEPT.reset(token)
 
 
-def trains(*tensors: Tensor | None) -> bool:
+def is_training(*tensors: Tensor | None) -> bool:
     """Return whether autograd records what is computed from these."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 

@@ -18,11 +18,11 @@ from ...blocks.lora_weight import Dora
 from ...blocks.low_rank import decompose, divide_by_norm, make_factor, make_kronecker
 from ...core.ir.graph import Graph, erase_unused, get_meta, insert, replace
 from . import library, operators
-from .layers import argument, called
+from .layers import get_argument, get_called
 from .operators import Run
 
 
-class Mapped:
+class MappedLinear:
     """A call of F.linear whose weight is mapped by a `Dora` or a `Lokr` that nothing else reads."""
 
     def __init__(self, node: fx.Node, mapping: fx.Node, block: Any) -> None:
@@ -30,19 +30,19 @@ class Mapped:
         self.weight: fx.Node = mapping.args[0]  # type: ignore[assignment]
 
 
-def mapped(tree: nn.Module, node: fx.Node) -> Mapped | None:
+def find_mapped(tree: nn.Module, node: fx.Node) -> MappedLinear | None:
     """Return the layer with its update, if it has a form of its own; None for any other node."""
-    mapping = argument(node, 1, "weight") if node.target is F.linear else None
+    mapping = get_argument(node, 1, "weight") if node.target is F.linear else None
     if not isinstance(mapping, fx.Node) or len(mapping.users) != 1 or len(mapping.args) != 1 or mapping.kwargs:
         return None
-    block: Any = called(tree, mapping, Dora) or called(tree, mapping, Lokr)
+    block: Any = get_called(tree, mapping, Dora) or get_called(tree, mapping, Lokr)
     read = mapping.args[0]
     if block is None or block.slots or len(block.shape) != 2 or getattr(read, "op", "") != "get_attr":
         return None
-    return None if isinstance(block, Dora) and (block.dim or block.transposed) else Mapped(node, mapping, block)
+    return None if isinstance(block, Dora) and (block.dim or block.transposed) else MappedLinear(node, mapping, block)
 
 
-def fuse_mapped(graph: Graph, tree: nn.Module, found: Mapped, form: str) -> None:
+def fuse_mapped(graph: Graph, tree: nn.Module, found: MappedLinear, form: str) -> None:
     """Replace a layer and its update by one function."""
     node, path = found.node, str(found.mapping.target)
     around = {"nn_module_stack": node.meta["nn_module_stack"]}
@@ -54,7 +54,7 @@ def fuse_mapped(graph: Graph, tree: nn.Module, found: Mapped, form: str) -> None
     there = {"scale", *(name for name, _ in found.block.named_parameters())}
     names = ("down", "up", "scale", "magnitude") if isinstance(found.block, Dora) else ("scale", *FACTORS)
     function: Any = dora_linear if isinstance(found.block, Dora) else lokr_linear
-    given = [argument(node, 0, "input"), found.weight, argument(node, 2, "bias")]
+    given = [get_argument(node, 0, "input"), found.weight, get_argument(node, 2, "bias")]
     args = (*given, *(read(name) if name in there else None for name in names), *(() if form == "fused" else (form,)))
     replace(node, insert(graph, "call_function", function, args, before=node, meta={**node.meta, **around}))
     erase_unused([found.mapping], lambda n: True)
@@ -65,7 +65,7 @@ def fuse_mapped(graph: Graph, tree: nn.Module, found: Mapped, form: str) -> None
 FACTORS = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
 
 
-@operators.operator("linear_with_dora", f"{library.UPDATED}, Tensor scale, Tensor magnitude")
+@operators.make_operator("linear_with_dora", f"{library.UPDATED}, Tensor scale, Tensor magnitude")
 def dora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, magnitude: Tensor,
     form: str = "fused",
@@ -79,11 +79,12 @@ def dora_linear(
     if way == "stock":
         return F.linear(x, decompose(weight + scale * (up @ down), magnitude, 0, weight.dtype).to(weight.dtype), bias)
     x, bias, given = _called(x, bias)
-    call = torch.ops.fxplug.dora if torch.compiler.is_compiling() or operators.trains(x, bias, down, up, magnitude) else dora
+    traced = torch.compiler.is_compiling() or operators.is_training(x, bias, down, up, magnitude)
+    call = torch.ops.fxplug.dora if traced else dora
     return call(given, weight, bias, down, up, scale, magnitude, way == "blas")[0].view(*x.shape[:-1], len(weight))
 
 
-@operators.operator(
+@operators.make_operator(
     "linear_with_lokr", "Tensor x, Tensor weight, Tensor? bias, Tensor scale, " + ", ".join(f"Tensor? {n}" for n in FACTORS)
 )
 def lokr_linear(
@@ -100,7 +101,7 @@ def lokr_linear(
     if way == "stock":
         return F.linear(x, (weight + scale * make_kronecker(first, second)).to(weight.dtype), bias)
     x, bias, given = _called(x, bias)
-    call = torch.ops.fxplug.lokr if torch.compiler.is_compiling() or operators.trains(x, bias, first, second) else lokr
+    call = torch.ops.fxplug.lokr if torch.compiler.is_compiling() or operators.is_training(x, bias, first, second) else lokr
     return call(given, weight, bias, first, second, scale, way == "blas")[0].view(*x.shape[:-1], len(weight))
 
 
@@ -109,8 +110,8 @@ def _form_of_call(form: str, x: Tensor, weight: Tensor, *rest: Tensor | None) ->
     for tensor in (weight, *rest):
         if tensor is not None and tensor.is_meta and not x.is_meta:
             library.refuse_meta(x, tensor)
-    plain = torch.compiler.is_exporting() or x.dim() < 2 or not x.numel() or operators.trains(weight)
-    return "stock" if plain else operators._form(form, operators.trains(x, *rest))
+    plain = torch.compiler.is_exporting() or x.dim() < 2 or not x.numel() or operators.is_training(weight)
+    return "stock" if plain else operators._form(form, operators.is_training(x, *rest))
 
 
 def _called(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -21,10 +21,10 @@ from ...core.ir.traced_module import TracedModule, check_traced, strip_to_contai
 from ...core.locks import with_read_lock
 from ...core.rewriter.networks import GATES
 from ...core.spec.addresses import Port, make_identifier
-from ..linear.layers import BEHIND, LAYERS, PRODUCTS, argument, result_read
-from .foldable import FoldableGraph, inner
+from ..linear.layers import BEHIND, LAYERS, PRODUCTS, find_result, get_argument
+from .foldable import FoldableGraph, get_inner
 from .numeric_check import evaluate
-from .updates import FoldStep, ParameterUse, accumulator, changed, mapped
+from .updates import FoldStep, ParameterUse, choose_accumulator, fold_block, map_parameter
 
 
 @with_read_lock
@@ -54,7 +54,7 @@ def merge(
     check_unlowered(gm, "merge")
     wanted = _named(gm, passes)
     if adapters is None:
-        gates = {name: uniform(gm, name) for name in slotted(gm) if name in wanted}
+        gates = {name: get_uniform_gates(gm, name) for name in find_slotted(gm) if name in wanted}
     else:
         gates = Adapters(gm).strengths(adapters)
     plan = FoldPlan(gm, set(wanted))
@@ -131,13 +131,13 @@ def is_mark(gm: TracedModule, entry: Mapping[str, Any]) -> bool:
     return bool(blocks) and all(block and getattr(gm.get_submodule(block), "is_mark", False) is True for block in blocks)
 
 
-def slotted(gm: TracedModule) -> list[str]:
+def find_slotted(gm: TracedModule) -> list[str]:
     """Return the names of the passes whose blocks have slots."""
     names = [entry["name"] for entry in gm.meta.get("passes", []) if GATES in entry["networks"]]
     return [name for name in names if isinstance(getattr(gm.get_submodule(f"{name}.{GATES}"), "table", None), Table)]
 
 
-def uniform(gm: nn.Module, name: str) -> Tensor:
+def get_uniform_gates(gm: nn.Module, name: str) -> Tensor:
     """Return the gates of a pass's slots for the whole batch, float32 (slots,). Raises SpecError if samples differ."""
     table = gm.get_submodule(f"{name}.{GATES}.table")
     assert isinstance(table, Table)
@@ -150,7 +150,7 @@ def uniform(gm: nn.Module, name: str) -> Tensor:
     return weights[0].clone()
 
 
-def foldable(gm: TracedModule, passes: Sequence[str]) -> list[str]:
+def find_foldable(gm: TracedModule, passes: Sequence[str]) -> list[str]:
     """Return those of the passes that `merge` can fold together."""
     names = list(passes)
     while names:
@@ -292,20 +292,20 @@ class FoldPlan:
         """Return one parameter with its blocks folded in; `old` is None for a bias that a layer did not have."""
         like = self.tree.get_submodule(use.name.rpartition(".")[0])._parameters["weight"] if old is None else old
         assert like is not None
-        dtype = accumulator(like)
+        dtype = choose_accumulator(like)
         value = torch.zeros(like.shape[0], dtype=dtype, device=like.device) if old is None else old.detach().to(dtype)
         for step in use.steps:
             if step.place == "param":
                 node = self.before[step.block]
                 name = node.meta["pass"]["name"]
                 if name in gates:
-                    value = mapped(value, self.tree.get_submodule(str(node.target)), gates[name])
+                    value = map_parameter(value, self.tree.get_submodule(str(node.target)), gates[name])
                 else:
-                    value = evaluate(node, self.tree, {inner(node): value}, dtype)
+                    value = evaluate(node, self.tree, {get_inner(node): value}, dtype)
             else:
                 via = self.tree.get_submodule(step.via) if step.via else None
                 own = gates.get(step.block.partition(".")[0])
-                value = changed(value, self.tree.get_submodule(step.block), step, use, own, via)
+                value = fold_block(value, self.tree.get_submodule(step.block), step, use, own, via)
         if old is not None and value.shape == old.shape and value.stride() != old.stride():  # which kernel runs depends on them
             return torch.empty_like(old).copy_(value)
         return value.to(like.dtype)
@@ -349,7 +349,7 @@ def read(graph: Graph, node: fx.Node, part: int, name: str) -> None:
     """Set a parameter of a product's layer as its argument: the weight (part 1) or the bias (2)."""
     _, weight_at, bias_at = PRODUCTS[node.target]
     at, key = (weight_at, "weight") if part == 1 else (bias_at, "bias")
-    old = argument(node, at, key)
+    old = get_argument(node, at, key)
     shape = old.meta["shape"] if isinstance(old, fx.Node) else (node.meta["shape"][-1 if node.target is F.linear else 1],)
     meta = {**get_meta(node, "nn_module_stack", "pass", "dtype"), "shape": shape}
     set_argument(node, at, key, insert(graph, "get_attr", name, before=node, name=make_identifier(name), meta=meta))
@@ -368,7 +368,7 @@ def close(graph: Graph, gm: TracedModule, tree: nn.Module, passes: set[str]) -> 
             if not isinstance(block, BEHIND):
                 break
             behind.append(product)
-            product = result_read(product, block)
+            product = find_result(product, block)
         if type(module) not in LAYERS.values() or not isinstance(product, fx.Node) or product.op != "call_function":
             continue
         inside = {product}

@@ -17,8 +17,19 @@ from ...blocks.weight_update import Delta
 from ...core.ir import ops
 from ...core.ir.containers import find_tensor
 from ...core.ir.graph import is_added
-from ..linear.layers import LAYERS, PRODUCTS, Layer, argument, following_blocks, inside, layer_of, misfit, readers, result_read
-from .numeric_check import Unfoldable, compared
+from ..linear.layers import (
+    LAYERS,
+    PRODUCTS,
+    Layer,
+    explain_misfit,
+    find_inner,
+    find_result,
+    get_argument,
+    get_layer,
+    list_blocks,
+    list_readers,
+)
+from .numeric_check import Unfoldable, compare
 from .updates import FoldStep, ParameterUse
 
 # --- reading a graph
@@ -58,7 +69,7 @@ class FoldableGraph:
         for node in list(self.graph.nodes):
             if node in mapping:
                 continue
-            layer = layer_of(self.tree, node)
+            layer = get_layer(self.tree, node)
             if layer is not None and layer.module is not None:
                 self.module(layer)
             elif layer is not None:
@@ -128,18 +139,20 @@ class FoldableGraph:
     def transposed(self, node: fx.Node) -> bool:
         """Record a product of transformers' Conv1D, between two views: a weight (in, out), with a `Lora` after it. Return
         whether it is one."""
-        after, flat = readers(node), argument(node, 1, "mat1")
+        after, flat = list_readers(node), get_argument(node, 1, "mat1")
         views = [value for value in (*after, flat) if isinstance(value, fx.Node) and value.target == "view"]
-        (name, first, rest), (bias, second, others) = (self.mapped(argument(node, *at)) for at in ((2, "mat2"), (0, "input")))
+        name, first, rest = self.mapped(get_argument(node, 2, "mat2"))
+        bias, second, others = self.mapped(get_argument(node, 0, "input"))
         if len(after) != 1 or len(views) != 2 or not name or not bias:
             return False
         steps = []
-        for user, block in following_blocks(self.tree, views[0]):
-            own = isinstance(block, Lora) and block.kind == "Linear" and inside(argument(user, 0, "x")) is inside(flat.args[0])
+        for user, block in list_blocks(self.tree, views[0]):
+            same = find_inner(get_argument(user, 0, "x")) is find_inner(flat.args[0])
+            own = isinstance(block, Lora) and block.kind == "Linear" and same
             if not (own and self.takes(user) and all(map(sums, (*rest, *others)))):
                 break
             steps.append(FoldStep(str(user.target), "after", user))
-            self.gone[user] = result_read(user, block)
+            self.gone[user] = find_result(user, block)
         self.note(ParameterUse(name, "weight", "TransposedLinear", node, (*first, *steps)))
         self.note(ParameterUse(bias, "bias", "TransposedLinear", node, (*second, *steps)))
         return True
@@ -152,11 +165,11 @@ class FoldableGraph:
     def mapped(self, value: Any) -> tuple[str, tuple[FoldStep, ...], list[nn.Module | None]]:
         """Return the parameter that a node reads, the blocks that are folded into it, and those that remain on its way."""
         chain: list[fx.Node] = []
-        node = inside(value)
+        node = find_inner(value)
         try:
             while isinstance(node, fx.Node) and node.meta.get("behind", "").startswith("param:"):
                 chain.append(node)
-                node = inner(node)
+                node = get_inner(node)
         except Unfoldable:
             return "", (), []
         if not isinstance(node, fx.Node) or node.op != "get_attr":
@@ -171,7 +184,7 @@ class FoldableGraph:
                 self.refuse(block, "its input is from a block of another pass, which is not merged: merge that one too")
             else:
                 steps.append(FoldStep(block.name, "param", block))
-                self.gone[block] = inner(block)
+                self.gone[block] = get_inner(block)
         return str(node.target), tuple(steps), rest
 
     def around(self, layer: Layer, rest: list[Any], others: Sequence[Any] = ()) -> tuple[FoldStep, ...]:
@@ -191,32 +204,32 @@ class FoldableGraph:
             if reason is None:
                 steps.append(FoldStep(str(x.target), "before", x))
                 self.gone[x] = x.args[0]
-                x = inside(x.args[0])
+                x = find_inner(x.args[0])
             else:
                 self.refuse(x, reason)
                 scaled = None
         value, left = node, [*rest, *others]
-        for user, block in following_blocks(self.tree, node):
+        for user, block in list_blocks(self.tree, node):
             if user.meta.get("pass", {}).get("place") != "after":
                 break
             if self.takes(user):
-                via = scaled is not None and isinstance(block, Lora) and inside(user.args[0]) is scaled
+                via = scaled is not None and isinstance(block, Lora) and find_inner(user.args[0]) is scaled
                 reason = self.fits(block, user, layer, scaled if via else x)
                 if reason is None and left and not (isinstance(block, Lora) and all(map(sums, left))):
                     reason = "it is after a block of another pass, which is not merged: merge that one too"
                 if reason is None:
                     steps.append(FoldStep(str(user.target), "after", user, str(scaled.target) if via and scaled else ""))
-                    self.gone[user] = result_read(user, block)
+                    self.gone[user] = find_result(user, block)
                 else:
                     self.refuse(user, reason)
             else:
                 left.append(block)
             value = user
-        other = set(readers(scaled)) - {node, *(step.node for step in steps)} if scaled is not None else set()
+        other = set(list_readers(scaled)) - {node, *(step.node for step in steps)} if scaled is not None else set()
         for user in other:
             self.refuse(scaled, f"'{scaled.name}' is also read by '{user.name}'")  # type: ignore[arg-type, union-attr]
-        for user in readers(value) if len(readers(value)) > 1 else ():
-            if isinstance(self.block(user), Lora) and self.takes(user) and inside(user.args[1]) is value:
+        for user in list_readers(value) if len(list_readers(value)) > 1 else ():
+            if isinstance(self.block(user), Lora) and self.takes(user) and find_inner(user.args[1]) is value:
                 self.refuse(user, f"the result of '{node.name}' is also read without it")
         return tuple(steps)
 
@@ -233,16 +246,18 @@ class FoldableGraph:
     def fits(self, block: nn.Module, user: fx.Node, layer: Layer, x: Any) -> str | None:
         """Return why a block after a layer that reads x cannot be folded into its weight, or None."""
         node, kind, module = layer.node, layer.kind, layer.module
-        if kind == "Embedding" and (module.max_norm if module is not None else argument(node, 3, "max_norm")) is not None:
+        if kind == "Embedding" and (module.max_norm if module is not None else get_argument(node, 3, "max_norm")) is not None:
             return "max_norm changes the table whenever it is read"
         if not isinstance(block, Lora):
-            shape: Any = argument(node, 1, "normalized_shape") if module is None else getattr(module, "normalized_shape", ())
+            shape: Any = getattr(module, "normalized_shape", ())
+            if module is None:
+                shape = get_argument(node, 1, "normalized_shape")
             if kind in ("LayerNorm", "RMSNorm") and len(shape) != 1:
                 return "the layer norm has more than one dimension"
             return self.scales(block, user, kind, [])
         if module is None and kind in CONVOLUTIONS and block.kind == kind:
-            return compared(block, layer, inside(user.args[0]), self.tree)
-        if reason := misfit(block, user, kind, x):
+            return compare(block, layer, find_inner(user.args[0]), self.tree)
+        if reason := explain_misfit(block, user, kind, x):
             return reason
         if module is not None and kind in CONVOLUTIONS:
             own = {k: getattr(module, k) for k in block.geometry}
@@ -288,7 +303,7 @@ def between(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def inner(node: fx.Node) -> fx.Node:
+def get_inner(node: fx.Node) -> fx.Node:
     """Return the input of a block that maps a parameter: the parameter, or the result of another block."""
     tag = node.meta["behind"]
     nodes = sorted(between(node), reverse=True)

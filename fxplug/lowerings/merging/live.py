@@ -22,16 +22,16 @@ from ...core.ir.traced_module import TracedModule
 from ...core.locks import with_read_lock
 from ...core.rewriter.networks import GATES
 from ...core.torch_internals.modules import without_compiler
-from ..lowering import KeptBases, Lowering, tensor_of_source
-from .fold import FoldPlan, check_unlowered, slotted, uniform
-from .updates import ParameterUse, accumulator, mapped, updated, weight_of
+from ..lowering import KeptBases, LoweredForm, find_source_tensor
+from .fold import FoldPlan, check_unlowered, find_slotted, get_uniform_gates
+from .updates import ParameterUse, add_lora, choose_accumulator, get_weight, map_parameter
 
 HOME = "shadows"  # where the base weights lie in the module tree
 Parts = list[tuple[float, int, list[Tensor]]]  # of a bank: how much of which slot, and what that holds
 
 
 @with_read_lock
-def live(gm: TracedModule) -> TracedModule:
+def merge_live(gm: TracedModule) -> TracedModule:
     """Return the module with the adapters of its slots in the weights: as fast as a merged one, and switched as before.
 
     Each layer with slots has its own weight that nothing trains, base and updates summed in float32 and rounded once; the graph
@@ -45,9 +45,9 @@ def live(gm: TracedModule) -> TracedModule:
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # what is made here is written later
-            return live(gm)
+            return merge_live(gm)
     check_unlowered(gm, "a live merge")
-    names = slotted(gm)
+    names = find_slotted(gm)
     if not names:
         raise SpecError("no pass here has slots, so there is nothing to switch: use merge='fold'")
     plan = FoldPlan(gm, set(names))
@@ -77,7 +77,7 @@ def live(gm: TracedModule) -> TracedModule:
     tree._modules[home] = shadows
     forms = {row.name.rpartition(".")[0]: "live merge" for row in shadows.rows}
     forms = {**gm.meta.get("forms", {}), **forms}
-    new = gm.derived(tree, plan.graphs, source=gm, banks=names, forms=forms, **{DERIVATION: Lowering()})
+    new = gm.derived(tree, plan.graphs, source=gm, banks=names, forms=forms, **{DERIVATION: LoweredForm()})
     shadows.switched(new)
     return new
 
@@ -117,7 +117,7 @@ class Shadows(KeptBases):
         self.rows.append(Row(use.name, name, use.kind, steps))
 
     def bases(self, root: TracedModule) -> dict[int, nn.Parameter]:
-        return {id(tensor_of_source(root, row.name)): self.get_parameter(row.base) for row in self.rows}
+        return {id(find_source_tensor(root, row.name)): self.get_parameter(row.base) for row in self.rows}
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
@@ -165,7 +165,7 @@ class Shadows(KeptBases):
     def choice(self, root: nn.Module) -> dict[str, list[float]]:
         """Return the gates of each slot, by pass."""
         try:
-            return {name: uniform(root, name).tolist() for name in self.passes}
+            return {name: get_uniform_gates(root, name).tolist() for name in self.passes}
         except SpecError:
             raise SpecError(
                 "per-sample adapters are not supported with merge='live', where all samples share one weight (nothing was "
@@ -181,16 +181,16 @@ class Shadows(KeptBases):
         if not parts:
             shadow.copy_(base)
             return
-        value = base.detach().to(accumulator(base))
+        value = base.detach().to(choose_accumulator(base))
         for index, (place, path, name) in enumerate(parts):
             block, weights = root.get_submodule(path), torch.tensor(gates[name], dtype=torch.float32)
             if place == "param":
-                value = mapped(value, block, weights)
+                value = map_parameter(value, block, weights)
                 continue
             assert isinstance(block, Lora)
             last = index == len(parts) - 1 and value.dtype == shadow.dtype and shadow.is_contiguous()
             turned = row.kind == "TransposedLinear"
-            value = updated(value, block, weights, shadow.detach() if last else None, turned)
+            value = add_lora(value, block, weights, shadow.detach() if last else None, turned)
         if value.data_ptr() != shadow.data_ptr():
             shadow.copy_(value)
 
@@ -207,7 +207,7 @@ def _slot(block: nn.Module, slot: int) -> list[Tensor]:
         parts = [p.detach()[slot] for p in block.parameters()]
         return [*parts, torch.stack([part.any() for part in parts])]
     assert isinstance(block, Lora)
-    down, up = weight_of(block.down).detach(), weight_of(block.up).detach()
+    down, up = get_weight(block.down).detach(), get_weight(block.up).detach()
     groups = 0 if block.kind == "Embedding" else block.geometry.get("groups", 1)
     return [view_slot(down, slot, block.slots, groups), view_slot(up, slot, block.slots)]
 

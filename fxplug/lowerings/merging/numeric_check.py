@@ -14,7 +14,7 @@ from ...core.ir.comparison import REWRITTEN, is_close
 from ...core.ir.containers import find_tensor
 from ...core.ir.traced_module import strip_to_container
 from ..linear.layers import Layer
-from .updates import delta, in_dtype, weight_of
+from .updates import compute_delta, get_weight, run_in_dtype
 
 SIZES = (7, 8)  # of the images on which a layer's own padding is compared with an update's
 
@@ -23,14 +23,14 @@ class Unfoldable(Exception):
     """Why a block cannot go into a weight."""
 
 
-def compared(block: Lora, layer: Layer, x: Any, tree: nn.Module) -> str | None:
+def compare(block: Lora, layer: Layer, x: Any, tree: nn.Module) -> str | None:
     """Return why a written-out convolution with an update's weight differs from the update, or None: tried on two sizes."""
     shape = getattr(x, "meta", {}).get("shape")
     if shape is None:
         return "its input must be a tensor whose shape is known"
     probe = noise(block)
     gates = torch.ones(probe.slots) if probe.slots else None
-    given = {layer.weight: delta(probe, gates, torch.float64)}
+    given = {layer.weight: compute_delta(probe, gates, torch.float64)}
     if layer.bias is not None:
         given[layer.bias] = torch.zeros(block.out_features, dtype=torch.float64)
     space = len(block.geometry["kernel_size"])
@@ -44,7 +44,7 @@ def compared(block: Lora, layer: Layer, x: Any, tree: nn.Module) -> str | None:
             return f"'{layer.node.name}' does not read the same values"
         except (FxplugError, RuntimeError):  # a size that the model does not take
             continue
-        rows = [] if gates is None else [torch.ones(1, weight_of(probe.up).shape[1], dtype=torch.float64)]
+        rows = [] if gates is None else [torch.ones(1, get_weight(probe.up).shape[1], dtype=torch.float64)]
         try:
             theirs = probe(image, torch.zeros_like(ours), *rows)
         except RuntimeError:
@@ -68,7 +68,7 @@ def evaluate(node: fx.Node, tree: nn.Module, given: Mapping[fx.Node, Any], dtype
                 value: Any = find_tensor(tree, str(n.target))
                 done[n] = value.detach().to(dtype) if value.is_floating_point() else value
             elif n.op == "call_module":
-                done[n] = in_dtype(tree.get_submodule(str(n.target)), dtype, *args)
+                done[n] = run_in_dtype(tree.get_submodule(str(n.target)), dtype, *args)
             elif n.op == "call_method":
                 done[n] = getattr(args[0], str(n.target))(*args[1:], **kwargs)
             else:

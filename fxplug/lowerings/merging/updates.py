@@ -40,20 +40,20 @@ class ParameterUse:
     steps: tuple[FoldStep, ...] = ()
 
 
-def accumulator(weight: Tensor) -> torch.dtype:
+def choose_accumulator(weight: Tensor) -> torch.dtype:
     """Return the dtype in which updates of a weight are summed: float32, or float64 for a float64 weight."""
     return torch.promote_types(weight.dtype, torch.float32)
 
 
-def delta(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> Tensor:
+def compute_delta(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the term that a `Lora` adds to its layer's weight, in the weight's shape; `gates` is (slots,), None without
     slots."""
     down, up = _factors(block, gates, dtype)
     product = up @ down
-    return product[0].T if block.kind == "Embedding" else product.reshape(-1, *weight_of(block.down).shape[1:])
+    return product[0].T if block.kind == "Embedding" else product.reshape(-1, *get_weight(block.down).shape[1:])
 
 
-def updated(
+def add_lora(
     value: Tensor, block: Lora, gates: Tensor | None, out: Tensor | None = None, transposed: bool = False
 ) -> Tensor:
     """Return a layer's weight in its accumulator's dtype with a `Lora` added; written into `out` if that is given.
@@ -73,7 +73,7 @@ def updated(
 def _factors(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the factors of an update, (groups, rank, in) with the scale, and (groups, out, rank); an Embedding's are
     transposed."""
-    down, up = weight_of(block.down), weight_of(block.up)
+    down, up = get_weight(block.down), get_weight(block.up)
     groups = block.geometry.get("groups", 1)
     down, up = split_groups(down.T if block.kind == "Embedding" else down, groups), split_groups(up, groups)
     if gates is None:
@@ -84,14 +84,14 @@ def _factors(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> tuple[Ten
     return down[:, used].to(dtype) * rows[rows != 0][:, None].to(down.device, dtype), up[:, :, used].to(dtype)
 
 
-def weight_of(layer: nn.Module) -> Tensor:
+def get_weight(layer: nn.Module) -> Tensor:
     """Return the weight of a layer that has one."""
     found = layer.weight
     assert isinstance(found, Tensor)
     return found
 
 
-def changed(
+def fold_block(
     value: Tensor, block: nn.Module, step: FoldStep, use: ParameterUse, gates: Tensor | None, via: nn.Module | None = None
 ) -> Tensor:
     """Return a layer's weight or bias in its accumulator's dtype, with a block before or after the layer folded in."""
@@ -102,9 +102,9 @@ def changed(
     if isinstance(block, Lora):
         if part == "weight":
             if via is None:
-                value = updated(value, block, gates, transposed=kind == "TransposedLinear")
+                value = add_lora(value, block, gates, transposed=kind == "TransposedLinear")
             else:
-                value = value + _columns(delta(block, gates, dtype), via)
+                value = value + _columns(compute_delta(block, gates, dtype), via)
         if block.bias and whole:
             value = value + block.up.bias.to(dtype) * block.scale.to(dtype)  # type: ignore[operator]
         return value
@@ -114,7 +114,7 @@ def changed(
     return value + block.shift.to(dtype) if isinstance(block, Ssf) and whole else value
 
 
-def mapped(value: Tensor, block: nn.Module, gates: Tensor) -> Tensor:
+def map_parameter(value: Tensor, block: nn.Module, gates: Tensor) -> Tensor:
     """Return a parameter in its accumulator's dtype with the updates of a bank that maps it, of the used slots alone."""
     assert isinstance(block, Update)
     banks = dict(block.named_parameters())
@@ -127,10 +127,10 @@ def mapped(value: Tensor, block: nn.Module, gates: Tensor) -> Tensor:
 
 
 def _columns(weight: Tensor, scale: nn.Module) -> Tensor:
-    return weight * weight_of(scale).to(weight.dtype).view(1, -1, *[1] * (weight.dim() - 2))
+    return weight * get_weight(scale).to(weight.dtype).view(1, -1, *[1] * (weight.dim() - 2))
 
 
-def in_dtype(block: nn.Module, dtype: torch.dtype, *args: Any) -> Any:
+def run_in_dtype(block: nn.Module, dtype: torch.dtype, *args: Any) -> Any:
     """Return a block's result in evaluation with all its tensors in this dtype; the block itself is unchanged."""
     rows = [*block.named_parameters(), *block.named_buffers()]
     state = {name: t.detach().to(dtype) if t.is_floating_point() else t.clone() for name, t in rows}

@@ -14,7 +14,7 @@ from ...core.errors import SpecError
 from ...core.ir.subgraphs import find_changed_input
 from ...core.ir.traced_module import TracedModule
 from ...core.quantised import describe_layer, is_quantised
-from .submodules import Checkpointed, check_outlined, originals
+from .submodules import CheckpointedRegion, check_outlined, get_originals
 
 
 def shard(outlined: TracedModule, mesh: Any = None, **options: Any) -> TracedModule:
@@ -60,7 +60,7 @@ def full_state(outlined: TracedModule, trainable: bool = True) -> dict[str, Tens
     """
     check_outlined(outlined, "full_state")
     found = {}
-    for name, tensor in originals(outlined).items():
+    for name, tensor in get_originals(outlined).items():
         if not trainable or (isinstance(tensor, nn.Parameter) and tensor.requires_grad):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             found[name] = whole.detach()
@@ -79,6 +79,6 @@ def _shared_parameters(outlined: TracedModule, units: Sequence[nn.Module]) -> se
 
 
 def _changes_input(unit: nn.Module) -> bool:
-    region: Any = unit.region if isinstance(unit, Checkpointed) else unit
+    region: Any = unit.region if isinstance(unit, CheckpointedRegion) else unit
     graphs = region.graphs.values()
     return any(find_changed_input(g.nodes, [n for n in g.nodes if n.op == "placeholder"], region) for g in graphs)

@@ -30,9 +30,9 @@ from ...core.ir.subgraphs import (
 from ...core.ir.traced_module import TracedModule, list_class_names, strip_to_container
 from ...core.torch_internals.modules import as_listened, is_compiling, keep_floats_constant
 from ...core.torch_internals.tensors import memory_id
-from ..lowering import Lowering
+from ..lowering import LoweredForm
 from .choice import check_outlinable, choose
-from .submodules import named, stack_around
+from .submodules import find_named, make_stack
 
 CALL = 10  # what one more call of a region costs to compile, in operations compiled once
 WORTH = 0.75  # nothing is nested where more than this share of the operations would be left to compile
@@ -120,7 +120,7 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
             target = f"{home}.{kinds[kind]}"
             cut = _cut(key, nodes, gm)  # once more: what it reads are results of calls by now
             assert isinstance(cut, RegionCut)
-            own, call = extract(cut, target, names[key], stack_around(cut))
+            own, call = extract(cut, target, names[key], make_stack(cut))
             body, given = _functional(own, key)
             if kinds[kind] not in holder._modules:
                 new = holder._modules[kinds[kind]] = Nested(body, kinds[kind])
@@ -138,7 +138,7 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
     holder.train(gm.training)
     tree._modules[home] = holder
     nested = {target: list(keys) for target, keys in calls.items()}
-    return gm.derived(tree, graphs, source=gm.meta.get("source", gm), nested=nested, **{DERIVATION: Lowering()})
+    return gm.derived(tree, graphs, source=gm.meta.get("source", gm), nested=nested, **{DERIVATION: LoweredForm()})
 
 
 def _plain(graph: fx.Graph) -> Graph:
@@ -182,7 +182,7 @@ def _chosen(graph: fx.Graph, gm: TracedModule, patterns: Sequence[str] | None) -
     if patterns is None:
         keys = choose(graph, inside, gm, lambda key, nodes: _cut(key, nodes, gm), kind)
     else:
-        keys = [key for key in named(gm, patterns) if key in inside]
+        keys = [key for key in find_named(gm, patterns) if key in inside]
         for key in keys:
             cut = _cut(key, inside[key], gm)
             if isinstance(cut, str):

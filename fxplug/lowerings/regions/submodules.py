@@ -31,8 +31,8 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
 
     `regions` are path patterns (exact, glob, slices, `re:`); of nested regions the outer one is used. Blocks of a pass belong
     to the region of their site. None uses repeated regions that minimise saved activations, see `choice`. Signature, results
-    and gradients stay the same, bit for bit. A region's module is at `outlined.meta["regions"][path]`, and `originals` returns
-    parameters and buffers under their names in `gm`.
+    and gradients stay the same, bit for bit. A region's module is at `outlined.meta["regions"][path]`, and `get_originals`
+    returns parameters and buffers under their names in `gm`.
 
     With `checkpoint` each region's activations are recomputed in the backward pass, in either mode (Chen et al. 2016, arXiv
     1604.06174): random numbers are drawn as before, and buffers that it writes are written once.
@@ -51,7 +51,7 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
         return cut if node is None else f"cannot be checkpointed, because '{node.name}' changes its input in place"
 
     train = True in graphs
-    keys = choose(graphs[train], inside[train], gm, cut_at) if regions is None else named(gm, regions)
+    keys = choose(graphs[train], inside[train], gm, cut_at) if regions is None else find_named(gm, regions)
     names = make_unique_names(keys)
     home = "regions"
     while hasattr(gm, home):
@@ -64,14 +64,14 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
         if reason is not None and regions is not None:
             raise SpecError(f"'{key}' {reason}: name a region around it, or regions inside it")
         if reason is None:
-            stacks = {mode: stack_around(cut) for mode, cut in cuts.items()}
+            stacks = {mode: make_stack(cut) for mode, cut in cuts.items()}
             parts[key] = {m: extract(c, f"{home}.{names[key]}", names[key], stacks[m])[0] for m, c in cuts.items()}
     if not parts:
         raise MatchError("the model has no repeated regions that can be outlined: name the regions yourself")
     return _assembled(gm, graphs, parts, home, names, checkpoint)
 
 
-def originals(outlined: TracedModule) -> dict[str, Tensor]:
+def get_originals(outlined: TracedModule) -> dict[str, Tensor]:
     """Return parameters and buffers of an outlined module under their names in the original module.
 
     Tensors with several names are listed once. After `shard` they are those of the module then: DTensors. Raises SpecError for
@@ -87,7 +87,7 @@ def check_outlined(module: Any, caller: str) -> None:
         raise SpecError(f"{caller} takes an outlined module, not {type(module).__name__}: outline(module) makes one")
 
 
-class Checkpointed(nn.Module):
+class CheckpointedRegion(nn.Module):
     """A region whose activations are computed again in the backward pass. Without gradients it just runs.
 
     `written` names its buffers that training writes: the second run sees them as the first did, and leaves them as they are.
@@ -141,7 +141,7 @@ def _put(buffers: list[Tensor], values: list[Tensor]) -> None:
         buffer.copy_(value)
 
 
-def named(gm: TracedModule, patterns: Sequence[str]) -> list[str]:
+def find_named(gm: TracedModule, patterns: Sequence[str]) -> list[str]:
     """Return the outermost regions that the patterns match in any of the graphs, in the order they ran."""
     views = find_regions(gm)
     order = list(dict.fromkeys(key for regions in views for key in regions.ran))
@@ -160,7 +160,7 @@ def named(gm: TracedModule, patterns: Sequence[str]) -> list[str]:
     return [key for key in order if key in found and not found & (stacks.get(key, {key}) - {key})]
 
 
-def stack_around(cut: RegionCut) -> dict[str, Any]:
+def make_stack(cut: RegionCut) -> dict[str, Any]:
     """Return the regions around a region, for the node that calls it."""
     node = next(n for n in cut.nodes if cut.key in n.meta["nn_module_stack"])
     found = {}
@@ -194,7 +194,7 @@ def _assembled(
     for key, targets in own.items():
         region = TracedModule(_subtree(tree, targets), dict(parts[key]))
         region.meta = {"region": key}
-        made[key] = Checkpointed(region, _mutated_buffers(parts[key], region)) if checkpoint else region
+        made[key] = CheckpointedRegion(region, _mutated_buffers(parts[key], region)) if checkpoint else region
     used = {target for target in _targets(graphs.values()) if not target.startswith(f"{home}.")}
     _prune(tree, used, set().union(*own.values()))
     holder = Container(("Regions",))

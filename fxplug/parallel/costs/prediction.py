@@ -21,13 +21,13 @@ from ...core.ir.containers import list_leaves, map_leaves
 from ...core.ir.traced_module import TracedModule, strip_to_container
 from ...core.rewriter.probe import GraphRun, make_empty, swap_weights
 from ...core.torch_internals import tensors as kernels
-from ..comparison import pretending
-from ..plan import Plan, parallel_plan, sent_by_nodes
-from ..planning.trials import name_of
-from ..planning.walk import bound
+from ..comparison import simulate_rank
+from ..plan import Plan, list_senders, parallel_plan
+from ..planning.trials import get_name
+from ..planning.walk import bind
 from ..runtime.attention import Attention
-from ..runtime.mesh import all_degrees, format_degrees
-from ..runtime.pretended import placed
+from ..runtime.mesh import fill_degrees, format_degrees
+from ..runtime.pretended import make_position
 
 # bytes a second that a process sends, and seconds that a call takes whatever its size; between what is promised and reached
 LINKS = {"nvlink": (300e9, 10e-6), "pcie": (20e9, 15e-6), "100gbe": (10e9, 30e-6)}
@@ -134,7 +134,7 @@ def fastest_plan(
     """
     if type(devices) is not int or devices < 2:
         raise SpecError(f"devices is a number of processes, 2 or more, not {quote(devices)}")
-    figures, speed = figures_of(link, speed)
+    figures, speed = get_figures(link, speed)
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     rows = predict(gm, args, kwargs or {}, [devices], figures, speed)
     why = []
@@ -144,18 +144,18 @@ def fastest_plan(
         except SpecError as error:
             why.append(f"{row.method}: {error}")
             continue
-        plan.alternatives = [f"chosen among, at {format_figures(figures, speed)}:", *table(rows).splitlines(), *why]
+        plan.alternatives = [f"chosen among, at {format_figures(figures, speed)}:", *format_table(rows).splitlines(), *why]
         return plan
     raise SpecError(f"no way to split this model over {devices} processes: {'; '.join(why) or 'it has fewer tokens'}")
 
 
-def figures_of(link: str, speed: float) -> tuple[tuple[float, float], float]:
-    """Return bytes per second and seconds per call of a link, and a device's teraFLOP/s: given, or `measured`. Raises
+def get_figures(link: str, speed: float) -> tuple[tuple[float, float], float]:
+    """Return bytes per second and seconds per call of a link, and a device's teraFLOP/s: given, or `measure`. Raises
     SpecError."""
     if link == "measured":
-        from ..processes import measured
+        from ..processes import measure
 
-        return measured()
+        return measure()
     return link_of(link), speed
 
 
@@ -180,8 +180,8 @@ class _StepCost:
         self.layers = self.width = 0
         counter = kernels.make_flop_counter()
         with _without_values(gm, call) as (tree, inputs), counter:
-            for node, value in GraphRun(tree, gm.graph, bound(gm, *inputs), keep=False):
-                if name_of(node) == "scaled_dot_product_attention" and isinstance(value, Tensor):
+            for node, value in GraphRun(tree, gm.graph, bind(gm, *inputs), keep=False):
+                if get_name(node) == "scaled_dot_product_attention" and isinstance(value, Tensor):
                     self.layers += 1
                     self.width = max(self.width, value.numel() * value.element_size())
         self.work = counter.get_total_flops()
@@ -209,8 +209,9 @@ class _StepCost:
         written = self.plan.written
         if ways["ulysses"] * ways["ring"] > 1:
             try:
-                with _without_values(written, call) as (tree, inputs), pretending(placed(all_degrees({**ways, "batch": 1}), 0)):
-                    rows = sent_by_nodes(tree, written.graphs[self.plan.mode], bound(written, *inputs))
+                position = make_position(fill_degrees({**ways, "batch": 1}), 0)
+                with _without_values(written, call) as (tree, inputs), simulate_rank(position):
+                    rows = list_senders(tree, written.graphs[self.plan.mode], bind(written, *inputs))
             except FxplugError:
                 return None
             attentions = {name for name, module in written.named_modules() if isinstance(module, Attention)}
@@ -260,7 +261,7 @@ def _attention(plan: Plan) -> float:
     return own / max(1, sum(work.values()))
 
 
-def table(rows: Sequence[Cost]) -> str:
+def format_table(rows: Sequence[Cost]) -> str:
     """Format the costs as a table; `*` marks the fastest of each resolution and number of devices."""
     best = winners(rows)
     lines = [f"{'pixels':>7} {'devices':>7}   {'method':<28} {'calls':>6} {'MB sent':>10} {'ms':>9} {'speedup':>8}  computes"]

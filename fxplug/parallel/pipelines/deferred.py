@@ -145,7 +145,7 @@ def _place() -> str:
     return f" ({'/'.join(frame.f_code.co_filename.split('/')[-2:])}:{frame.f_lineno})"
 
 
-def owners(marks: Sequence[Tensor]) -> list[Tensor] | None:
+def find_owners(marks: Sequence[Tensor]) -> list[Tensor] | None:
     """Return the flat positions of each patch, int64, from its mark; None if they do not cover the whole exactly once."""
     mine = [~mark.isnan().reshape(-1) for mark in marks]
     if not bool((torch.stack(mine).sum(0) == 1).all()):

@@ -15,13 +15,13 @@ from ...core.errors import SpecError
 from ...core.ir.traced_module import TracedModule
 from ..plan import parallel_plan
 from ..runtime.collectives import check_integer
-from ..runtime.mesh import all_degrees
-from ..stage import entry, place
-from .links import links_of
-from .overlap import Overlapping
+from ..runtime.mesh import fill_degrees
+from ..stage import make_entry, place
+from .links import make_links
+from .overlap import OverlappingPipeFusion
 from .patches import Patcher
 from .pipeline import PipeFusion, Steps
-from .stages import staged
+from .stages import cut_stages
 from .stale import StaleSequence
 
 T = TypeVar("T", bound=PipeFusion)
@@ -82,7 +82,7 @@ def pipefusion(
     check_integer("stages", stages, 1)
     check_integer("patches", patches, 1)
     run = patches, warmup, correct, steps, clock
-    return _made(Overlapping if overlap else PipeFusion, gm, (args, kwargs), run, stages, batch, split, mesh, check)
+    return _made(OverlappingPipeFusion if overlap else PipeFusion, gm, (args, kwargs), run, stages, batch, split, mesh, check)
 
 
 def stale_sequence(
@@ -186,7 +186,7 @@ def with_steps(gm: TracedModule, name: str, said: Mapping[str, Any]) -> TracedMo
         if key not in known:
             raise SpecError(f"{name}: '{key}' cannot be used with {what}: leave it out")
     new = gm.copied()
-    new.meta |= {"stepped": given, "passes": [*gm.meta.get("passes", []), entry(name, given, [], neutral=True)]}
+    new.meta |= {"stepped": given, "passes": [*gm.meta.get("passes", []), make_entry(name, given, [], neutral=True)]}
     return new
 
 
@@ -204,11 +204,11 @@ def _made(
     plan = parallel_plan(gm, *call, ulysses=max(2, patches), batch=batch, split=split, check=False)
     patcher = Patcher(plan.stages[-1].found)
     patcher.run()
-    found = kind(gm, staged(patcher, plan.written, stages), patches, warmup, correct, steps, clock)
+    found = kind(gm, cut_stages(patcher, plan.written, stages), patches, warmup, correct, steps, clock)
     if check and has_values(list(gm.state_dict().values()), plan.example):
         found.check(*plan.example)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        links, world = links_of(stages if kind.by_stages else patches, all_degrees({"batch": batch}), mesh)
+        links, world = make_links(stages if kind.by_stages else patches, fill_degrees({"batch": batch}), mesh)
         place(plan.written, world)
         found = found.with_options(links=links)
     return found

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ...core.errors import SpecError
 from ...core.torch_internals import modules as pytree
 from ...core.torch_internals.distributed import get_timeout, limit_waiting
-from ..runtime.faults import guarded
-from ..runtime.mesh import MeshPosition, world_of
+from ..runtime.faults import run_guarded
+from ..runtime.mesh import MeshPosition, find_position
 
 WAITING = "what the others have of their patches"
 
@@ -51,14 +51,14 @@ class Links:
             self.going = [row for row in self.going if not row[0].is_completed()]
             self.going += [(dist.isend(tensor, self.ranks[to], group), tensor) for tensor in going]
 
-        guarded(call, group.group_name, f"what stage {to} takes")
+        run_guarded(call, group.group_name, f"what stage {to} takes")
 
     def receive(self, source: int, key: Any) -> Any:
         """Receive values from a stage. Raises GuardError if nothing arrives."""
         group = self.groups[self.rank < source]
 
         def into(tensor: Tensor) -> Tensor:
-            guarded(lambda: dist.recv(tensor, self.ranks[source], group), group.group_name, f"what stage {source} sends")
+            run_guarded(lambda: dist.recv(tensor, self.ranks[source], group), group.group_name, f"what stage {source} sends")
             return tensor
 
         if (source, self.rank, key) not in self.known:
@@ -79,7 +79,7 @@ class Links:
         leaves, tree = pytree.tree_flatten(values)
 
         def wait(call: Any) -> None:
-            guarded(call, group.group_name, f"what stage {source} gives to all")
+            run_guarded(call, group.group_name, f"what stage {source} gives to all")
 
         if ("all", key) not in self.known:
             rows: list[Any] = [(_outlines(leaves), tree)]
@@ -100,7 +100,7 @@ class Links:
         name = self.groups[0].group_name
         if ("swap", key) not in self.known:
             shapes: list[Any] = [None] * len(self.ranks)
-            guarded(lambda: dist.all_gather_object(shapes, _outlines(values), self.groups[0]), name, WAITING)
+            run_guarded(lambda: dist.all_gather_object(shapes, _outlines(values), self.groups[0]), name, WAITING)
             self.known["swap", key] = shapes
         rows = [self.empty(outlines) for outlines in self.known["swap", key]]
         rows[self.rank] = [value.contiguous() for value in values]
@@ -110,7 +110,7 @@ class Links:
         ]  # fmt: skip
 
         def wait() -> None:
-            guarded(lambda: [work.wait() for work in works], name, WAITING)
+            run_guarded(lambda: [work.wait() for work in works], name, WAITING)
 
         return wait, rows
 
@@ -126,7 +126,7 @@ class Links:
         return self.device if isinstance(outline, torch.device) else outline
 
 
-def links_of(stages: int, ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> tuple[Links, MeshPosition]:
+def make_links(stages: int, ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> tuple[Links, MeshPosition]:
     """Return the links to the stages for this process's part of the batch, and its position in a mesh of (batch, stages).
 
     Raises SpecError for a mesh, or a number of processes, that does not fit.
@@ -150,7 +150,7 @@ def links_of(stages: int, ways: Mapping[str, int], mesh: DeviceMesh | None = Non
         groups = [dist.new_group(row, get_timeout()) for _ in range(2)]
         if dist.get_rank() in row:
             mine = [row.index(dist.get_rank()), row, groups]
-    links, world = Links(*mine), world_of(ways, mesh)
+    links, world = Links(*mine), find_position(ways, mesh)
     along = {"sizes": stages, "ranks": links.rank, "groups": links.groups[0].group_name}
     links.world = MeshPosition(**{name: {**vars(world)[name], "ulysses": value} for name, value in along.items()})
     return links, world

@@ -16,8 +16,8 @@ from torch import Tensor
 from ...core.errors import SpecError
 from ...core.torch_internals import modules as pytree
 from ..runtime.checksums import check_together
-from .deferred import DeferredComputation, DeferredTensor, owners
-from .patches import part, put
+from .deferred import DeferredComputation, DeferredTensor, find_owners
+from .patches import put_patch, take_patch
 from .pipeline import ImageRun, PipeFusion
 
 
@@ -40,7 +40,7 @@ class _PromisedRun:
     inputs: dict[int, Tensor] = field(default_factory=dict)
 
 
-class Overlapping(PipeFusion):
+class OverlappingPipeFusion(PipeFusion):
     """PipeFusion over processes that promises its results (see the module). In one process nothing is promised."""
 
     promise: _Promise | None = None
@@ -87,12 +87,13 @@ class Overlapping(PipeFusion):
             cells = {}
             for row in self.plan.wholes:
                 kept, sizes = run.cells[row.node], run.sizes[row.node]
-                own = part(kept, patch, self.patches, row.dim, row.inner, False, *sizes)
-                cells[row.node] = put(own, torch.full_like(kept, torch.nan), patch, self.patches, row.dim, row.inner, *sizes)
+                own = take_patch(kept, patch, self.patches, row.dim, row.inner, False, *sizes)
+                empty = torch.full_like(kept, torch.nan)
+                cells[row.node] = put_patch(own, empty, patch, self.patches, row.dim, row.inner, *sizes)
             found = self.ended(run, inputs, cells, run.others)
             marks.append([t for t in pytree.tree_leaves(found) if isinstance(t, Tensor)])
         for rows in zip(*marks, strict=True):
-            if owners(rows) is None:
+            if find_owners(rows) is None:
                 raise SpecError(
                     "the code after the last stage mixes patches, so it cannot run patch by patch: set overlap=False"
                 )
@@ -155,7 +156,7 @@ class Overlapping(PipeFusion):
         """Record the elements of an input that each patch owns, at its first deferred value."""
         if (i, later.shape) in self.owned:
             return
-        found = owners([later.recipe.at("mark", patch) for patch in range(self.patches)])
+        found = find_owners([later.recipe.at("mark", patch) for patch in range(self.patches)])
         if found is None:
             raise SpecError("the code between two calls mixes patches, so it cannot run patch by patch: set overlap=False")
         self.owned[i, later.shape] = found

@@ -21,29 +21,29 @@ from ...core.ir.graph import copy_graph, insert, replace
 from ...core.rewriter.graft import find_last_input
 from ..planning.sharding_plan import ShardingPlan
 from ..runtime import layouts
-from ..runtime.collectives import AllReduce, Broadcast, Collective, Gather, GlobalSize, Numel, Split, own_part, times
+from ..runtime.collectives import AllReduce, Broadcast, Collective, Gather, GlobalSize, Numel, Split, count_times, take_part
 from ..runtime.mesh import SEQUENCE
 from ..writing import PlanWriter
 
 # --- what the graph calls; `patch` of `patches` is at hand
 
 
-def part(x: Tensor, patch: int, patches: int, dim: int, inner: int, born: bool, *sizes: int) -> Tensor:
+def take_patch(x: Tensor, patch: int, patches: int, dim: int, inner: int, born: bool, *sizes: int) -> Tensor:
     """Return a patch of a tensor, given the whole sizes of the streams in a dimension. Raises GuardError for too few tokens."""
     if patches == 1:
         return x
     for size in sizes:
         if born and size < patches:
             raise GuardError(f"{size} tokens (dimension {dim} of {tuple(x.shape)}) cannot be split into {patches} patches")
-    return own_part(x, dim, inner, sizes, patch, patches)
+    return take_part(x, dim, inner, sizes, patch, patches)
 
 
-def put(x: Tensor, kept: Tensor | None, patch: int, patches: int, dim: int, inner: int, *sizes: int) -> Tensor:
+def put_patch(x: Tensor, kept: Tensor | None, patch: int, patches: int, dim: int, inner: int, *sizes: int) -> Tensor:
     """Return a whole tensor: this patch's part, and the cached values of the others."""
-    return x if patches == 1 or kept is None else keep(kept.clone(), x, patch, patches, dim, inner, sizes)
+    return x if patches == 1 or kept is None else update_cache(kept.clone(), x, patch, patches, dim, inner, sizes)
 
 
-def added(x: Tensor, kept: Tensor | None, patch: int, patches: int) -> Tensor:
+def add_patch(x: Tensor, kept: Tensor | None, patch: int, patches: int) -> Tensor:
     """Return a sum over the patches. `kept` has the last sum of a step in one piece, and each patch's summand: NaN before its
     first. `kept` has the last sum of a step in one piece, and each patch's summand: NaN before its first.
 
@@ -57,7 +57,7 @@ def added(x: Tensor, kept: Tensor | None, patch: int, patches: int) -> Tensor:
 
 def global_size(x: Tensor, patch: int, patches: int, dim: int, *sizes: int) -> int:
     """Return the whole size of a dimension that is split in a patch."""
-    return layouts.global_size(x, dim, sizes, patch, patches)
+    return layouts.compute_global_size(x, dim, sizes, patch, patches)
 
 
 def numel(x: Tensor, patch: int, patches: int, dim: int, *sizes: int) -> int:
@@ -65,7 +65,7 @@ def numel(x: Tensor, patch: int, patches: int, dim: int, *sizes: int) -> int:
     return x.numel() // x.shape[dim] * global_size(x, patch, patches, dim, *sizes)
 
 
-def attended(
+def compute_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -79,13 +79,15 @@ def attended(
     """Compute `scaled_dot_product_attention` of a patch's queries; all else is whole. `sizes` are those of the queries'
     streams."""
     if patches > 1 and (causal or (mask is not None and mask.dim() > 1 and mask.shape[-2] > 1)):
-        at = layouts.positions(sizes, [patch], patches, query.device)
+        at = layouts.list_positions(sizes, [patch], patches, query.device)
         mask = torch.arange(key.shape[-2], device=query.device) <= at[:, None] if mask is None else mask.index_select(-2, at)
         causal = False
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, **options)
 
 
-def keep(kept: Tensor | None, value: Tensor, patch: int, patches: int, dim: int, inner: int, sizes: Sequence[int]) -> Tensor:
+def update_cache(
+    kept: Tensor | None, value: Tensor, patch: int, patches: int, dim: int, inner: int, sizes: Sequence[int]
+) -> Tensor:
     """Return the cache after a patch computed `value`: the same memory, updated in place."""
     if inner == 0:
         assert kept is not None
@@ -93,15 +95,15 @@ def keep(kept: Tensor | None, value: Tensor, patch: int, patches: int, dim: int,
         return kept
     if patches == 1 or kept is None:
         return value.detach().clone(memory_format=torch.contiguous_format)
-    total, spans = sum(sizes) * inner, layouts.spans(sizes, patch, patches, inner)
-    y = torch.unflatten(kept, dim, (times(kept, dim, total), total))
+    total, spans = sum(sizes) * inner, layouts.list_spans(sizes, patch, patches, inner)
+    y = torch.unflatten(kept, dim, (count_times(kept, dim, total), total))
     mine = torch.split(torch.unflatten(value, dim, (y.shape[dim], -1)), [length for _, length in spans], dim + 1)
     for (first, length), own in zip(spans, mine, strict=True):
         y.narrow(dim + 1, first, length).copy_(own)
     return kept
 
 
-def summands(total: Tensor, patches: int) -> Tensor:
+def start_sum(total: Tensor, patches: int) -> Tensor:
     """Return the cache of a sum after a step in one piece."""
     found = total.new_full((patches + 1, *total.shape), torch.nan)
     found[0] = total
@@ -144,9 +146,9 @@ class Patcher(PlanWriter):
                 replace(node, node.args[0])
         for node in self.graph.nodes:
             given: Any = node.args
-            if node.target is put:
+            if node.target is put_patch:
                 self.kept.append(PatchValue(node, given[0], given[1], given[4], given[5], tuple(given[6:])))
-            elif node.target is added:
+            elif node.target is add_patch:
                 self.kept.append(PatchValue(node, given[0], given[1], 0, 0, ()))
 
     def input(self, name: str) -> fx.Node:
@@ -171,7 +173,8 @@ class Patcher(PlanWriter):
         given = [self.input("kept")] if kind in (Gather, AllReduce) else []
         dim, inner, born = (settings[1:] + (0, 1, False)[len(settings) - 1 :])
         more: tuple[Any, ...] = {Split: (dim, inner, born), Gather: (dim, inner), AllReduce: ()}.get(kind, (dim,))
-        function: Any = {Split: part, Gather: put, AllReduce: added, GlobalSize: global_size, Numel: numel}[kind]
+        functions: Any = {Split: take_patch, Gather: put_patch, AllReduce: add_patch, GlobalSize: global_size, Numel: numel}
+        function = functions[kind]
         args = (value, *given, self.patch, self.patches, *more, *sizes)
         node = insert(self.graph, "call_function", function, args, after=where.get("after"), before=where.get("before"))
         if value in self.origin:
@@ -188,6 +191,6 @@ class Patcher(PlanWriter):
         options = {k: self.node(v) if isinstance(v, fx.Node) else v for k, v in given.items() if k in ("scale", "enable_gqa")}
         sizes = tuple(self.size(stream) for stream in query.layout.streams)
         args = (*values, table.get(mask, mask), given["is_causal"], options, self.patch, self.patches, *sizes)
-        new = self.marked(insert(self.graph, "call_function", attended, args, before=twin), twin, "Attention")
+        new = self.marked(insert(self.graph, "call_function", compute_attention, args, before=twin), twin, "Attention")
         replace(twin, new)
         self.now[twin], self.origin[new] = new, node

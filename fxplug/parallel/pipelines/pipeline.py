@@ -18,7 +18,7 @@ from ...core.ir.containers import list_leaves
 from ...core.ir.traced_module import TracedModule
 from ..runtime.checksums import check_equal_on_ranks
 from .links import Links
-from .patches import PatchValue, keep, summands
+from .patches import PatchValue, start_sum, update_cache
 from .stages import Stages
 
 Steps = int | Callable[[], int] | None
@@ -295,9 +295,9 @@ class PipeFusion(nn.Module):
         """
         run.sizes[row.node] = sizes
         if patches == 1 and not row.inner:
-            run.cells[row.node] = summands(value, self.patches)
+            run.cells[row.node] = start_sum(value, self.patches)
         else:
-            run.cells[row.node] = keep(run.cells.get(row.node), value, patch, patches, row.dim, row.inner, sizes)
+            run.cells[row.node] = update_cache(run.cells.get(row.node), value, patch, patches, row.dim, row.inner, sizes)
 
     def end(self, run: ImageRun, inputs: list[Any], values: dict[str, Any], entire: bool) -> Any:
         """Compute what comes behind the last stage, in every process.

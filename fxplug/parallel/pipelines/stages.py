@@ -17,7 +17,7 @@ from ...core.ir.graph import copy_nodes, insert
 from ...core.ir.subgraphs import SWITCHES
 from ...core.torch_internals import modules as pytree
 from ..planning.planner import CHECKS
-from .patches import Patcher, PatchValue, added, attended, part, put
+from .patches import Patcher, PatchValue, add_patch, compute_attention, put_patch, take_patch
 
 SENT = (Tensor, int, float, bool, complex, str, type(None), torch.dtype, torch.device)  # what goes from stage to stage
 TENTHS = 10  # of its share of the work, which a stage may have more
@@ -92,7 +92,7 @@ class _StageNodes:
 
     def find_tail(self) -> None:
         makers = {kept.node: kept for kept in self.patcher.kept}
-        before = self.reached([n for n in self.late if n in makers or n.target is part], lambda n: n.all_input_nodes)
+        before = self.reached([n for n in self.late if n in makers or n.target is take_patch], lambda n: n.all_input_nodes)
         todo, edge = [n for n in self.output.all_input_nodes if n in self.late], set()
         while todo:
             node = todo.pop()
@@ -123,7 +123,7 @@ class _StageNodes:
         return found
 
     def is_fixed(self, node: fx.Node) -> bool:
-        if node.target in (part, put, added, attended) or node.target in CHECKS:
+        if node.target in (take_patch, put_patch, add_patch, compute_attention) or node.target in CHECKS:
             return False
         one = self.patcher.origin.get(node)
         if one is None or self.patcher.twin[one.name] is not node:  # made by the writer: a whole number, or a member
@@ -135,13 +135,13 @@ class _StageNodes:
 
     def is_split(self, node: fx.Node) -> bool:
         one = self.patcher.origin.get(node)
-        if node.target in (part, put, added) or one is None or node not in self.late:
-            return node.target is part
+        if node.target in (take_patch, put_patch, add_patch) or one is None or node not in self.late:
+            return node.target is take_patch
         return self.patcher.found.is_split(one)
 
     def work(self, node: fx.Node) -> int:
         one = self.patcher.origin.get(node)
-        return 0 if one is None or node.target in (part, put, added) else self.walk.work.get(one, 0)
+        return 0 if one is None or node.target in (take_patch, put_patch, add_patch) else self.walk.work.get(one, 0)
 
     def bytes(self, node: fx.Node) -> float:
         """Return the number of bytes to send a value; infinite for one that cannot be sent."""
@@ -262,7 +262,7 @@ def _path(points: Sequence[tuple[int, float, int]], number: int, most: float) ->
 # --- graphs
 
 
-def staged(patcher: Patcher, root: nn.Module, number: int) -> Stages:
+def cut_stages(patcher: Patcher, root: nn.Module, number: int) -> Stages:
     """Cut a patched graph into stages of about equal work, where little is passed from one to the next.
 
     Raises SpecError if it cannot be cut so often.

@@ -13,7 +13,7 @@ from ..runtime.layouts import Layout
 from .planner import NeedsGather, Planner
 from .sharding_plan import ShardingPlan
 from .streams import PARTS, ArgumentSplit, Leaf, Placement, StreamNumber
-from .trials import ShardTrials, is_value, name_of
+from .trials import ShardTrials, get_name, is_value
 from .walk import Walk
 
 CAT = ("cat", "concat", "concatenate")
@@ -48,7 +48,7 @@ class Backward:
         inputs = node.all_input_nodes
         for other in inputs:
             self.planner.values[other] = pytree.tree_map(self.sized, self.planner.full_value(other), is_leaf=is_value)
-        self.planner.values[one] = Leaf(self.walk.values[one], renamed(place, table))
+        self.planner.values[one] = Leaf(self.walk.values[one], rename_streams(place, table))
         sized = [index for index, other in enumerate(inputs) if self.planner.found.hangs_on_sizes(other)]
         try:
             got = self.planner.result(node, [inputs.index(one)], sized)
@@ -58,8 +58,9 @@ class Backward:
             return None
         step, kinds, written = got
         back = {index: stream for stream, index in table.items()}
-        splits = tuple((index, renamed(p, back)) for index, p in step.splits)
-        return step._replace(splits=splits), [renamed(k, back) if isinstance(k, Placement) else k for k in kinds], written
+        splits = tuple((index, rename_streams(p, back)) for index, p in step.splits)
+        kinds = [rename_streams(k, back) if isinstance(k, Placement) else k for k in kinds]
+        return step._replace(splits=splits), kinds, written
 
     def sized(self, leaf: Any) -> Any:
         """Return a number of the graph: one that depends on the stream if it is a multiple of its size."""
@@ -77,7 +78,7 @@ class Backward:
         if node.target is operator.getitem and isinstance(self.walk.values[node.all_input_nodes[0]], (tuple, list)):
             operation, member = node.all_input_nodes[0], node.args[1]  # type: ignore[assignment]
         inputs = operation.all_input_nodes
-        if name_of(operation) in CAT and wanted.layout.outer == 1:
+        if get_name(operation) in CAT and wanted.layout.outer == 1:
             return self.joined(operation, wanted)
         for index, place in self.guesses(operation, wanted):
             got = self.outcome(operation, inputs[index], place)
@@ -139,6 +140,6 @@ class Backward:
         yield from later[:24]
 
 
-def renamed(place: Placement, table: dict[int, int]) -> Placement:
+def rename_streams(place: Placement, table: dict[int, int]) -> Placement:
     """Return a placement with its streams renumbered by a table."""
     return Placement(place.dim, place.layout._replace(streams=tuple(table[stream] for stream in place.layout.streams)))

@@ -15,13 +15,13 @@ from torch import Tensor, fx
 
 from ...core.ir.traced_module import TracedModule
 from ..runtime.layouts import Layout
-from .backward import CAT, Backward, renamed
-from .opened_layers import opened
-from .planner import planned, replan
+from .backward import CAT, Backward, rename_streams
+from .opened_layers import open_layers
+from .planner import make_plan, replan
 from .sharding_plan import ShardingPlan, Unsplittable
 from .streams import ArgumentSplit, Placement
-from .trials import Memory, ShardTrials, elements, leaves_of, name_of
-from .walk import Walk, bound, walk
+from .trials import Memory, ShardTrials, count_elements, get_name, list_leaves
+from .walk import Walk, bind, walk
 
 WAYS = 12  # kinds of streams that are tried for one layer
 SMALL = 4  # times smaller is a sum that may be taken on the way
@@ -49,7 +49,7 @@ class Features(Backward):
         super().__init__(walk, tries)
         self.number = number
         self.why: dict[fx.Node, str] = {}
-        self.aside = {n for n, value in walk.values.items() if not any(isinstance(v, Tensor) for v in leaves_of(value))}
+        self.aside = {n for n, value in walk.values.items() if not any(isinstance(v, Tensor) for v in list_leaves(value))}
 
     def best(self) -> ShardingPlan:
         """Return the plan of all pairs that need no gather. Raises Unsplittable if there are none."""
@@ -71,8 +71,8 @@ class Features(Backward):
         """Return the plan of these starts; its streams are those that are used."""
         used = sorted({stream for place in starts.values() for stream in place.layout.streams})
         table = {stream: index for index, stream in enumerate(used)}
-        again: dict[fx.Node, int | Placement] = {node: renamed(place, table) for node, place in starts.items()}
-        return planned(self.walk, tries, again, streams=[self.sizes[stream] for stream in used])
+        again: dict[fx.Node, int | Placement] = {node: rename_streams(place, table) for node, place in starts.items()}
+        return make_plan(self.walk, tries, again, streams=[self.sizes[stream] for stream in used])
 
     def agreed(self, pairs: list[LayerPair]) -> list[LayerPair]:
         """Return pairs of which no two split one value differently, preferring the best ones."""
@@ -208,7 +208,7 @@ class Features(Backward):
                     continue
                 seen.add(user)
                 got = None if user.op == "output" or len(seen) > len(known) + FAR else self.outcome(user, node, place)
-                large = elements(self.walk.values.get(user)) * SMALL > elements(self.walk.values[node])
+                large = count_elements(self.walk.values.get(user)) * SMALL > count_elements(self.walk.values[node])
                 if got is None or got[0].gathers or (got[0].add and large):
                     found += 1
                     continue
@@ -228,7 +228,7 @@ class Features(Backward):
         """Yield smaller streams with more elements per token, or several streams, for which a node may be split."""
         inputs = [self.walk.values[n] for n in node.all_input_nodes if isinstance(self.walk.values[n], Tensor)]
         whole = [self.sizes[s] for s in place.layout.streams]
-        if name_of(node) in CAT and len(whole) == 1:
+        if get_name(node) in CAT and len(whole) == 1:
             parts = [value.shape[place.dim] for value in inputs if value.dim() > place.dim]
             if sum(parts) == whole[0] * place.layout.inner and all(n % place.layout.inner == 0 for n in parts):
                 at = sizes.index(whole[0])
@@ -250,9 +250,9 @@ def find(
     `paths`, `before` and `memory` are those of the other mode, if there is one: weights are split once. Raises Unsplittable if
     there is no plan, or if it differs with other random values.
     """
-    memory, inputs = memory or Memory(), bound(gm, *call)
+    memory, inputs = memory or Memory(), bind(gm, *call)
     if before is None:
-        every = opened(gm, None, [mode], memory.traces)
+        every = open_layers(gm, None, [mode], memory.traces)
         walked = walk(every, every.graphs[mode], inputs)
         first = Features(walked, ShardTrials(every, 0, memory=memory), number).best()
         used = {n.meta["opened"] for n in walked.graph.nodes if "opened" in n.meta and (first.is_split(n) or n in first.steps)}
@@ -260,11 +260,11 @@ def find(
     else:
         first = before
     born = {str(node.target): place for node, place in first.starts.items() if isinstance(place, Placement)}
-    some = opened(gm, paths, [mode], memory.traces)
+    some = open_layers(gm, paths, [mode], memory.traces)
     walked = walk(some, some.graphs[mode], inputs)
     starts = {n: born[str(n.target)] for n in walked.graph.nodes if n.op == "get_attr" and str(n.target) in born}
     sizes = first.sizes[: 1 + max(stream for place in born.values() for stream in place.layout.streams)]
-    found = planned(walked, ShardTrials(some, 0, memory=memory), starts, streams=sizes)
+    found = make_plan(walked, ShardTrials(some, 0, memory=memory), starts, streams=sizes)
     replan(found, ShardTrials(some, 1, memory=memory))
     if before is None:
         found.why = {**_reasons(first, walked.graph, paths), **found.why}

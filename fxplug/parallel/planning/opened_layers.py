@@ -18,7 +18,7 @@ from ..runtime.collectives import Collective
 DEPTH = 4  # layers in layers, as a low-rank update has them
 
 
-def opened(
+def open_layers(
     gm: TracedModule, paths: Iterable[str] | None = None, modes: Iterable[bool] | None = None, traces: Traces | None = None
 ) -> TracedModule:
     """Return the module with the layers at these paths, None for all, opened: their code is inlined, each node with their path

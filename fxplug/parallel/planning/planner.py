@@ -13,21 +13,21 @@ from ...core.ir.functions import bind_attention
 from ...core.ir.graph import ENTRY
 from ...core.torch_internals import modules as pytree
 from ..runtime.layouts import Layout
-from .sharding_plan import ShardingPlan, Unsplittable, node_label
+from .sharding_plan import ShardingPlan, Unsplittable
 from .short_inputs import shorten_inputs
 from .streams import ArgumentSplit, Leaf, Placement, StreamNumber
 from .trials import (
     ShardTrials,
+    get_name,
+    get_norm_arguments,
     is_placed,
     is_plain_result,
-    leaf_like,
-    leaves_of,
-    name_of,
-    normed,
-    numbered,
-    signature,
+    list_leaves,
+    make_leaf,
+    make_signature,
+    map_numbered,
 )  # fmt: skip
-from .walk import Walk
+from .walk import Walk, make_label
 
 CHECKS = (*ENTRY, ops.guard, ops.check_added, ops.check_state)
 FACTS = (ops.device_of, ops.dtype_of, ops.autograd_query)  # of a tensor, the same for its parts
@@ -40,7 +40,7 @@ class NeedsGather(Exception):
     """A value that must be whole, found when the graph had gone on from it."""
 
 
-def planned(
+def make_plan(
     walk: Walk,
     tries: ShardTrials,
     starts: Mapping[fx.Node, int | Placement],
@@ -73,13 +73,13 @@ def planned(
             (node,) = error.args
             more = walk.roots(node) | {node}
             if more <= forced or len(forced) > 40:
-                raise Unsplittable(f"{node_label(node)} is written in place with a value that is split differently") from None
+                raise Unsplittable(f"{make_label(node)} is written in place with a value that is split differently") from None
             forced |= more
 
 
 def replan(found: ShardingPlan, tries: ShardTrials) -> None:
     """Make a plan once more, with other random values. Raises Unsplittable if it differs."""
-    planned(found.walk, tries, found.starts, *found.settings, like=found)
+    make_plan(found.walk, tries, found.starts, *found.settings, like=found)
 
 
 class Planner:
@@ -106,12 +106,12 @@ class Planner:
                 else:
                     self.begin_split(node, self.found.starts[node])
             if self.like is not None and self.found.steps.get(node) != self.like.steps.get(node):
-                raise Unsplittable(f"what {node_label(node)} does depends on random values")
+                raise Unsplittable(f"what {make_label(node)} does depends on random values")
         return self.found
 
     def tokens_left_alone(self, node: fx.Node) -> int:
         """Return so many tokens that an operation which truncates at a number in its arguments truncates none of them."""
-        if name_of(node) not in CUTS or any(self.found.hangs_on_sizes(n) for n in node.all_input_nodes):
+        if get_name(node) not in CUTS or any(self.found.hangs_on_sizes(n) for n in node.all_input_nodes):
             return 0
         numbers = [0]
         fx.node.map_aggregate((node.args, node.kwargs), lambda v: numbers.append(abs(v)) if type(v) is int else None)
@@ -179,7 +179,7 @@ class Planner:
         if step.gathers:
             self.found.why[node] = "one of its inputs must be complete"
         leaves, tree = pytree.tree_flatten(true)
-        return pytree.tree_unflatten([leaf_like(leaf, kind) for leaf, kind in zip(leaves, kinds, strict=True)], tree)
+        return pytree.tree_unflatten([make_leaf(leaf, kind) for leaf, kind in zip(leaves, kinds, strict=True)], tree)
 
     def random_value(self, node: fx.Node, split: list[int]) -> Any:
         """Return the value of a random operation: that of the first process, split again if tokens were split."""
@@ -188,13 +188,13 @@ class Planner:
         for later in itertools.islice(behind, 1, None):
             if any(one not in mine and self.walk.roots(one) & roots for one in later.all_input_nodes):
                 raise Unsplittable(
-                    f"{node_label(node)} writes random numbers into a value that is read later: return a new tensor"
+                    f"{make_label(node)} writes random numbers into a value that is read later: return a new tensor"
                 )
             if not mine.isdisjoint(later.all_input_nodes):
                 mine.add(later)
         if not isinstance(self.walk.values[node], Tensor):
             raise Unsplittable(
-                f"{node_label(node)} draws random numbers and returns more than one tensor: make dropout a separate layer"
+                f"{make_label(node)} draws random numbers and returns more than one tensor: make dropout a separate layer"
             )
         step = ArgumentSplit(gathers=tuple(split), whole_numbers=True, same=True)
         return self.gathered(node, step, "it draws random numbers, which all processes take from the first", again=True)
@@ -228,7 +228,7 @@ class Planner:
             target = (type(module), repr(module), training, state)
         try:
             streams = (*self.tries.streams.true, *self.tries.streams.parts)
-            key = (node.op, target, form, streams, tuple(signature(self.values[n]) for n in names))
+            key = (node.op, target, form, streams, tuple(make_signature(self.values[n]) for n in names))
             hash(key)
         except TypeError:
             return None
@@ -275,14 +275,14 @@ class Planner:
         layouts = [place.layout for _, place in step.splits]
         for index in split:
             if index not in step.gathers:
-                layouts += [leaf.place.layout for leaf in leaves_of(self.values[inputs[index]]) if is_placed(leaf)]
+                layouts += [leaf.place.layout for leaf in list_leaves(self.values[inputs[index]]) if is_placed(leaf)]
         sizes = layouts or [Layout((stream,)) for stream in range(len(self.tries.streams.true))]
         from_parts = bool(step.splits) or len(step.gathers) < len(split)
         from_sizes = not step.whole_numbers and any(self.found.hangs_on_sizes(n) for n in inputs)
         ratio = bool(step.scaled) and not split  # of features to heads: the same everywhere
         layouts = list(dict.fromkeys(sizes))
         found = self.tries.placed(true, whole, parts, layouts, from_parts, from_sizes and not ratio)
-        if found is None or (ratio and any(isinstance(leaf, StreamNumber) for leaf in leaves_of(found[0]))):
+        if found is None or (ratio and any(isinstance(leaf, StreamNumber) for leaf in list_leaves(found[0]))):
             return None
         if isinstance(found[1], tuple) and not (self.counted or (self.means and not step.gathers and not step.splits)):
             return None  # a mean over tokens, by chance
@@ -295,7 +295,7 @@ class Planner:
                 raise NeedsGather(one)  # it writes into what would be a copy, or what it writes lies otherwise
             written += [index] * state
         value, add = found
-        kinds = [leaf.place if isinstance(leaf, Leaf) else leaf for leaf in leaves_of(value)]
+        kinds = [leaf.place if isinstance(leaf, Leaf) else leaf for leaf in list_leaves(value)]
         return step._replace(add=bool(add), mean=add if isinstance(add, tuple) else ()), kinds, written
 
     def may_cut(self, node: fx.Node) -> bool:
@@ -303,7 +303,7 @@ class Planner:
 
         On parts it has no effect, and it may seem to have none on the whole if that has no more tokens in a trial.
         """
-        if name_of(node) not in CUTS:
+        if get_name(node) not in CUTS:
             return False
         numbers = [n for n in node.all_input_nodes if self.found.hangs_on_sizes(n)]
         own = {self.values[n].place.layout for n in node.all_input_nodes if is_placed(self.values[n])}
@@ -315,7 +315,7 @@ class Planner:
         step = self.found.steps.get(value, ArgumentSplit())
         if value in self.walk.views and not step.same:  # what was drawn is read through this value alone (`drawn`)
             if step.gathers or step.splits:
-                raise Unsplittable(f"{node_label(value)} is written in place, and shares memory with another value")
+                raise Unsplittable(f"{make_label(value)} is written in place, and shares memory with another value")
             for one in value.all_input_nodes:
                 self.check_mutation(one)
 
@@ -333,7 +333,7 @@ class Planner:
         wholes = [
             i for i, n in enumerate(inputs) if isinstance(self.values[n], Leaf) and self.values[n].place is None
         ]  # fmt: skip
-        if name_of(node) in ("cat", "concat", "concatenate") and split:
+        if get_name(node) in ("cat", "concat", "concatenate") and split:
             yield from self.joined(node, split, wholes)
         sizes: dict[int, tuple[Layout, int]] = {}
         true = self.tries.streams.true
@@ -375,7 +375,7 @@ class Planner:
     def scaled(self, node: fx.Node, split: list[int]) -> list[tuple[tuple[int, tuple[int, ...]], ...]]:
         """Return which numbers in a node's arguments may count heads or features of this process: single ones first."""
         inputs = [node.all_input_nodes[index] for index in split]
-        leaves = [leaf for one in inputs for leaf in leaves_of(self.values[one]) if is_placed(leaf)]
+        leaves = [leaf for one in inputs for leaf in list_leaves(self.values[one]) if is_placed(leaf)]
         runs = dict.fromkeys(run for leaf in leaves for run in leaf.place.layout.runs())
         sizes = self.tries.streams.true
         choices: list[list[tuple[int, tuple[int, ...]]]] = []
@@ -388,7 +388,7 @@ class Planner:
                 choices.append([(position, run) for run in fits[:2]])
             return leaf
 
-        numbered((node.args, node.kwargs), look)
+        map_numbered((node.args, node.kwargs), look)
         choices = [choice for choice in choices if choice]
         found = [(pick,) for pick in sorted(itertools.chain(*choices), key=lambda p: p[1])]
         some: list[Any] = [*found, *itertools.islice(itertools.product(*choices), 4)] if len(choices) > 1 else found
@@ -431,7 +431,7 @@ class Planner:
 
     def feature_norm(self, node: fx.Node, split: list[int]) -> Any:
         """Return the outcome for a norm over split features, whose statistics are sums."""
-        given = normed(node)
+        given = get_norm_arguments(node)
         if given is None or not isinstance(given["input"], fx.Node):
             return None
         leaf, inputs = self.values[given["input"]], node.all_input_nodes
@@ -446,7 +446,7 @@ class Planner:
 
     def attention(self, node: fx.Node) -> Any:
         """Return the outcome for attention whose queries, keys and values are split along their tokens."""
-        if name_of(node) != "scaled_dot_product_attention":
+        if get_name(node) != "scaled_dot_product_attention":
             return None
         given = bind_attention(node)
         if given["dropout_p"] or not isinstance(given["is_causal"], bool):

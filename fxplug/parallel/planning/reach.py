@@ -14,7 +14,7 @@ from ...core.ir.comparison import WITHIN
 from ...core.torch_internals import modules as pytree
 from ..runtime.halos import Reach
 from .streams import Leaf, OperationRefused, StreamNumber
-from .trials import ShardTrials, large, leaves_of
+from .trials import ShardTrials, choose_factor, list_leaves
 
 PERIODS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
 
@@ -46,7 +46,7 @@ class ReachProbe:
         given = {}
         for node, value in self.given.items():
             leaves, tree = pytree.tree_flatten(value)
-            kinds = leaves_of(self.kinds[node])
+            kinds = list_leaves(self.kinds[node])
             new = []
             for leaf, kind in zip(leaves, kinds, strict=True):
                 if isinstance(kind, StreamNumber):
@@ -77,7 +77,7 @@ class ReachProbe:
         return self.of(self.x.narrow(self.dim, begin, end - begin))
 
 
-def reach_of(probe: ReachProbe) -> tuple[Reach, int] | None:
+def find_reach(probe: ReachProbe) -> tuple[Reach, int] | None:
     """Return the reach of an operation, and the dimension of the rows in its result; None if it reads all, or unevenly."""
     if probe.whole is None or not probe.whole.numel() or probe.size < 3:
         return None
@@ -105,7 +105,7 @@ def reach_of(probe: ReachProbe) -> tuple[Reach, int] | None:
     return None if best is None else best[1:]
 
 
-def holds(probe: ReachProbe, reach: Reach, dim: int) -> bool:
+def has_reach(probe: ReachProbe, reach: Reach, dim: int) -> bool:
     """Return whether an operation reads no more if there are so many rows that it does not read all of them."""
     least = (reach.before + reach.after + 1 + reach.least) * reach.period
     longer = probe.longer(2 + least // probe.size)
@@ -135,7 +135,7 @@ def _is_close(probe: ReachProbe, want: Tensor, got: Tensor) -> bool:
     return bool((off <= probe.bound).all())
 
 
-def extents(probe: ReachProbe, reach: Reach, dim: int) -> Reach | None:
+def find_extents(probe: ReachProbe, reach: Reach, dim: int) -> Reach | None:
     """Return the reach with the extra rows for each remainder of the input's rows; None if they cannot be found."""
     extra = []
     for rest in range(reach.period):
@@ -163,7 +163,7 @@ def _beyond(probe: ReachProbe, dim: int, gives: int, period: int) -> tuple[int, 
     middle, found = probe.size // period // 2, []
     for begin, end in ((0, middle * period), (middle * period, probe.size)):
         marks = torch.zeros(probe.whole.shape, dtype=torch.bool)
-        for odd in (math.nan, large(probe.x.dtype)) if probe.x.is_floating_point() else ():
+        for odd in (math.nan, choose_factor(probe.x.dtype)) if probe.x.is_floating_point() else ():
             x = probe.x.clone()
             x.narrow(probe.dim, begin, end - begin).fill_(odd)
             got = probe.of(x)

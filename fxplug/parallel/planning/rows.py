@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 
 from ..runtime.halos import Reach
 from ..runtime.layouts import Layout
-from .planner import Planner, planned, replan
-from .reach import ReachProbe, extents, holds, reach_of
+from .planner import Planner, make_plan, replan
+from .reach import ReachProbe, find_extents, find_reach, has_reach
 from .sharding_plan import ShardingPlan, Unsplittable
 from .streams import ArgumentSplit, Leaf, Placement
 from .trials import ShardTrials
@@ -131,10 +131,10 @@ class Spatial(Planner):
             return None
         for times in (1, 3):  # of few rows a reach may be all of them, whatever it is of more
             tried = probe if times == 1 else probe.longer(times)
-            found = reach_of(tried)
-            if found is not None and holds(tried, *found):
+            found = find_reach(tried)
+            if found is not None and has_reach(tried, *found):
                 reach, dim = found
-                return extents(tried, reach, dim) or reach, dim, probe.whole.shape[dim]
+                return find_extents(tried, reach, dim) or reach, dim, probe.whole.shape[dim]
         return None
 
     def rows(self, node: fx.Node, dim: int, small: int, place: Placement, reach: Reach) -> Layout | None:
@@ -174,7 +174,7 @@ def grains(walk: Walk, size: int, dims: int, back: int) -> list[int]:
     return list(dict.fromkeys([*found, 1]))
 
 
-def best(tries: ShardTrials, walk: Walk, split: Mapping[fx.Node, int] | None = None) -> ShardingPlan:
+def find_best(tries: ShardTrials, walk: Walk, split: Mapping[fx.Node, int] | None = None) -> ShardingPlan:
     """Return the plan in rows that splits most work: along the height of images, else along another dimension. along the height
     of images, else along another dimension.
 
@@ -185,7 +185,7 @@ def best(tries: ShardTrials, walk: Walk, split: Mapping[fx.Node, int] | None = N
     for starts, tokens in _split_arguments(walk, split) if split else _choices(walk):
         table = {node: walk.values[node].shape[dim] // tokens for node, dim in starts.items()}
         try:
-            one = planned(walk, tries, starts, True, (), table, Spatial)
+            one = make_plan(walk, tries, starts, True, (), table, Spatial)
         except Unsplittable as error:
             failed = error
             continue

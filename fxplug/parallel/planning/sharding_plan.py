@@ -9,10 +9,9 @@ from torch import fx
 
 from ...core.errors import format_fields
 from .streams import ArgumentSplit, Leaf, Placement, StreamNumber
-from .trials import ShardTrials, leaves_of
+from .trials import ShardTrials, list_leaves
 from .walk import Unsplittable as Unsplittable
 from .walk import Walk
-from .walk import node_label as node_label
 
 
 @dataclass
@@ -43,11 +42,11 @@ class ShardingPlan:
 
     def is_split(self, node: fx.Node) -> bool:
         """Return whether a tensor of a value is split."""
-        return any(isinstance(leaf, Leaf) and leaf.place for leaf in leaves_of(self.values.get(node)))
+        return any(isinstance(leaf, Leaf) and leaf.place for leaf in list_leaves(self.values.get(node)))
 
     def hangs_on_sizes(self, node: fx.Node) -> bool:
         """Return whether a value has numbers that depend on the sizes of streams."""
-        return any(isinstance(leaf, StreamNumber) for leaf in leaves_of(self.values.get(node)))
+        return any(isinstance(leaf, StreamNumber) for leaf in list_leaves(self.values.get(node)))
 
     def share(self) -> float:
         """Return the share of the work in products, convolutions and attention that is done on parts."""

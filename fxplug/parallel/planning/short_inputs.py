@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from ...core.torch_internals import modules as pytree
 from .streams import Leaf
-from .trials import ShardTrials, is_value, leaves_of
+from .trials import ShardTrials, is_value, list_leaves
 from .walk import Walk
 
 LONG = 32  # a dimension that is longer is shorter in a try
@@ -25,13 +25,13 @@ def shorten_inputs(
     Returns None if there are no such dimensions. Different sizes stay different, and keep their remainder modulo 8.
     """
     inputs, true = node.all_input_nodes, walk.values[node]
-    if not all(isinstance(leaf, Tensor) for leaf in leaves_of(true)):
+    if not all(isinstance(leaf, Tensor) for leaf in list_leaves(true)):
         return None
     fixed, free = {*tries.streams.true, *tries.streams.small}, set[int]()
     fx.node.map_aggregate((node.args, node.kwargs), lambda leaf: fixed.add(leaf) if type(leaf) is int else None)
     if node.op == "call_module":
         fixed.update(n for t in tries.gm.get_submodule(str(node.target)).state_dict().values() for n in t.shape)
-    for leaf in (leaf for one in inputs for leaf in leaves_of(values[one]) if isinstance(leaf, Leaf)):
+    for leaf in (leaf for one in inputs for leaf in list_leaves(values[one]) if isinstance(leaf, Leaf)):
         shape = leaf.tensor.shape
         fixed.update(() if leaf.tensor.is_meta else shape, () if leaf.place is None else [shape[leaf.place.dim]])
         free.update(n for n in shape if n > LONG)

@@ -11,10 +11,10 @@ from ...core.ir import ops
 from ...core.ir.functions import bind_attention
 from ..runtime.layouts import Layout
 from .backward import Backward
-from .planner import planned
+from .planner import make_plan
 from .sharding_plan import ShardingPlan, Unsplittable
 from .streams import Placement
-from .trials import ShardTrials, elements, name_of
+from .trials import ShardTrials, count_elements, get_name
 from .walk import Walk
 
 SOFTMAX = ("softmax", "_softmax")
@@ -29,7 +29,7 @@ def sites(walk: Walk) -> list[tuple[fx.Node, fx.Node, int]]:
     """
     found, products = [], []
     for node in walk.graph.nodes:
-        name = name_of(node)
+        name = get_name(node)
         if name == "scaled_dot_product_attention":
             given = bind_attention(node)
             query, key = given["query"], given["key"]
@@ -86,7 +86,7 @@ class OriginSearch(Backward):
 
     def before(self, node: fx.Node, wanted: Placement) -> list[tuple[fx.Node, Placement]] | None:
         """Return the inputs as `Backward` does; for attention the queries."""
-        if name_of(node) != "scaled_dot_product_attention":
+        if get_name(node) != "scaled_dot_product_attention":
             return super().before(node, wanted)
         query = bind_attention(node)["query"]
         return [(query, wanted)] if isinstance(query, fx.Node) and wanted.dim == self.walk.values[node].dim() - 2 else None
@@ -121,7 +121,7 @@ def blocks(walk: Walk) -> list[tuple[fx.Node, int]]:
     return found
 
 
-def samples(walk: Walk) -> dict[fx.Node, int]:
+def find_samples(walk: Walk) -> dict[fx.Node, int]:
     """Return the inputs with the batch size of the first of them with three dimensions or more: along the first dimension."""
     given = [node for node in walk.inputs if isinstance(walk.values[node], Tensor) and walk.values[node].dim()]
     first = next((n for n in given if walk.values[n].dim() > 2), next(iter(given), None))
@@ -131,7 +131,7 @@ def samples(walk: Walk) -> dict[fx.Node, int]:
     return {node: 0 for node in given if walk.values[node].shape[0] == batch}
 
 
-def best(tries: ShardTrials, walk: Walk, ways: int = 1) -> ShardingPlan:
+def find_best(tries: ShardTrials, walk: Walk, ways: int = 1) -> ShardingPlan:
     """Return the plan that splits most work, then with few gathers, from a minimal set of starts.
 
     Streams with fewer than `ways` tokens stay whole, unless there are no others. Raises Unsplittable if no plan splits
@@ -154,7 +154,7 @@ def best(tries: ShardTrials, walk: Walk, ways: int = 1) -> ShardingPlan:
         if found is not None and found.share() > ENOUGH:
             break
     if found is None and ways > 1:
-        return best(tries, walk)
+        return find_best(tries, walk)
     if found is None:
         raise failed or Unsplittable("no attention among tokens of one kind, and no repeated blocks of tokens")
     return found
@@ -168,16 +168,17 @@ FEW = 16  # what is as many times smaller than the largest value that is born ho
 def _better(walk: Walk, tries: ShardTrials, before: ShardingPlan | None, starts: dict[fx.Node, int]) -> ShardingPlan:
     """Return the best of a given plan and those from its starts and some of these: each time the one that adds most."""
     found, left = before, dict(starts)
-    most = max((elements(walk.values[node]) for node in starts), default=0)
+    most = max((count_elements(walk.values[node]) for node in starts), default=0)
     with contextlib.suppress(Unsplittable):  # tokens themselves, and not where they stand or whether they count
-        tokens = planned(walk, tries, {node: dim for node, dim in starts.items() if elements(walk.values[node]) * FEW >= most})
+        large = {node: dim for node, dim in starts.items() if count_elements(walk.values[node]) * FEW >= most}
+        tokens = make_plan(walk, tries, large)
         if tokens.share() > ALMOST:
             return tokens
     while left and (found is None or found.share() < ALMOST):
         trials = []
         for node, dim in left.items():
             with contextlib.suppress(Unsplittable):
-                trials.append(planned(walk, tries, {**(found.starts if found else {}), node: dim}))
+                trials.append(make_plan(walk, tries, {**(found.starts if found else {}), node: dim}))
                 if trials[-1].share() > ALMOST:
                     break
         best = max(trials, key=ShardingPlan.rank, default=None)
@@ -186,5 +187,5 @@ def _better(walk: Walk, tries: ShardTrials, before: ShardingPlan | None, starts:
         found = best
         left = {node: dim for node, dim in left.items() if node not in best.starts}
     if found is None:
-        return planned(walk, tries, starts)
+        return make_plan(walk, tries, starts)
     return found

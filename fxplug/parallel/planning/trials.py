@@ -102,7 +102,7 @@ class ShardTrials:
         """Multiply the rows of the simulated process of a rank by the largest useful factor, in place."""
         rows = place.layout.rows(self.streams.bounds(rank))
         wide = tensor.index_select(place.dim, rows).to(torch.complex128 if tensor.is_complex() else torch.float64)
-        tensor.index_copy_(place.dim, rows, (wide * large(tensor.dtype)).to(tensor.dtype))
+        tensor.index_copy_(place.dim, rows, (wide * choose_factor(tensor.dtype)).to(tensor.dtype))
 
     # --- one operation
 
@@ -186,7 +186,8 @@ class ShardTrials:
                 whole = self.run(node, given, step.scaled)
         except OperationRefused:
             return True
-        for leaf, got, part in zip(leaves_of(found), pytree.tree_leaves(whole), pytree.tree_leaves(parts[mine]), strict=False):
+        results = pytree.tree_leaves(whole), pytree.tree_leaves(parts[mine])
+        for leaf, got, part in zip(list_leaves(found), *results, strict=False):
             if isinstance(leaf, Leaf) and leaf.place is not None:
                 dim, layout = leaf.place
                 if got.dim() != part.dim() or got.shape[dim] != layout.total(self.streams.small):
@@ -249,8 +250,8 @@ class ShardTrials:
             sizes = [sum(parts[s]) if rank is None else parts[s][rank] for s in runs[position]]
             return value // sum(self.streams.true[s] for s in runs[position]) * sum(sizes)
 
-        args, kwargs = numbered((node.args, node.kwargs), lambda i, v: number(i, given[v] if isinstance(v, fx.Node) else v))
-        if name_of(node) in EMPTY:  # what is not written yet is the same everywhere
+        args, kwargs = map_numbered((node.args, node.kwargs), lambda i, v: number(i, given[v] if isinstance(v, fx.Node) else v))
+        if get_name(node) in EMPTY:  # what is not written yet is the same everywhere
             return self.call(node, args, kwargs).zero_()
         return self.call(node, args, kwargs)
 
@@ -338,7 +339,7 @@ def is_half(tensor: Tensor) -> bool:
     return tensor.dtype in HALVES and type(tensor) in (Tensor, nn.Parameter)
 
 
-def numbered(value: Any, function: Callable[[int, Any], Any]) -> Any:
+def map_numbered(value: Any, function: Callable[[int, Any], Any]) -> Any:
     """Map nested arguments by a function of each leaf and its position among the leaves."""
     position = itertools.count()
     return fx.node.map_aggregate(value, lambda leaf: function(next(position), leaf))
@@ -349,15 +350,15 @@ def is_value(value: Any) -> bool:
     return isinstance(value, (Leaf, StreamNumber))
 
 
-def leaves_of(value: Any) -> list[Any]:
+def list_leaves(value: Any) -> list[Any]:
     """Return the leaves of a nested value."""
     leaves: list[Any] = pytree.tree_leaves(value, is_leaf=is_value)
     return leaves
 
 
-def normed(node: fx.Node) -> dict[str, Any] | None:
+def get_norm_arguments(node: fx.Node) -> dict[str, Any] | None:
     """Return the arguments of layer_norm and rms_norm by name, None for another node."""
-    names = {"layer_norm": ("weight", "bias", "eps"), "rms_norm": ("weight", "eps")}.get(name_of(node))
+    names = {"layer_norm": ("weight", "bias", "eps"), "rms_norm": ("weight", "eps")}.get(get_name(node))
     if names is None or node.op != "call_function":
         return None
     given = dict(zip(("input", "normalized_shape", *names), node.args, strict=False))
@@ -375,17 +376,17 @@ def is_placed(leaf: Any) -> bool:
     return isinstance(leaf, Leaf) and leaf.place is not None
 
 
-def leaf_like(true: Any, kind: Any) -> Any:
+def make_leaf(true: Any, kind: Any) -> Any:
     """Return a leaf of a result of the same kind as in an earlier trial."""
     if isinstance(true, Tensor):
         return Leaf(true, kind)
     return kind if isinstance(kind, StreamNumber) else true
 
 
-def signature(value: Any) -> Any:
+def make_signature(value: Any) -> Any:
     """Return a key of the properties of a value that determine how an operation acts on its parts."""
     found: list[Any] = [str(pytree.tree_structure(value, is_leaf=is_value))]
-    for leaf in leaves_of(value):
+    for leaf in list_leaves(value):
         if isinstance(leaf, Leaf):
             known = not leaf.tensor.is_meta
             content = leaf.tensor.cpu().numpy().tobytes() if known else b""
@@ -397,17 +398,17 @@ def signature(value: Any) -> Any:
     return tuple(found)
 
 
-def elements(value: Any) -> int:
+def count_elements(value: Any) -> int:
     """Return the number of elements of a tensor; 0 for another value."""
     return value.numel() if isinstance(value, Tensor) else 0
 
 
-def name_of(node: fx.Node) -> str:
+def get_name(node: fx.Node) -> str:
     """Return the name of the function or method that a node calls, or the path of a module."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
-def large(dtype: torch.dtype) -> float:
+def choose_factor(dtype: torch.dtype) -> float:
     """Return a factor large enough to show a dependence on the multiplied values."""
     return min(LARGE, math.sqrt(torch.finfo(dtype).max))
 

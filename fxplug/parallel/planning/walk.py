@@ -26,7 +26,7 @@ from ...core.torch_internals.tensors import TorchDispatchMode, memory_id, schema
 KEPT = 1 << 16  # elements of a tensor of whole numbers whose values are kept
 
 
-def node_label(node: fx.Node) -> str:
+def make_label(node: fx.Node) -> str:
     """Return a node's label for messages, with the line of the model's code that created it, if that is known."""
     line = node.meta.get("line")
     return f"'{node.name}' ({shorten_path(line[0])}:{line[1]})" if line else f"'{node.name}'"
@@ -103,7 +103,7 @@ def walk(gm: TracedModule, graph: fx.Graph, inputs: Sequence[Any]) -> Walk:
                 raise
             except Exception as error:  # the model's
                 text = str(error).partition("\n")[0]
-                label = node_label(node)
+                label = make_label(node)
                 raise Unsplittable(f"{label} fails with these example inputs: {type(error).__name__}: {text}") from error
             if node.op == "get_attr" and isinstance(value, Tensor):
                 value = value.detach()  # the counter asks for gradients of what a module is given, and views have none here
@@ -128,7 +128,7 @@ def walk(gm: TracedModule, graph: fx.Graph, inputs: Sequence[Any]) -> Walk:
     return found
 
 
-def bound(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def bind(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return inputs in the order of a graph's placeholders. Raises SpecError for those that the model does not take."""
     try:
         given = inspect.signature(gm.forward).bind(*args, **kwargs)

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import layouts
-from .collectives import Collective, check_integer, exchanged, gathered
+from .collectives import Collective, check_integer, exchange, gather
 from .mesh import SEQUENCE
-from .ring import around
+from .ring import attend_ring
 
 
 class Attention(Collective):
@@ -68,18 +68,18 @@ class Attention(Collective):
         if key.shape[1] != heads and (ring > 1 or key.shape[1] % inner or heads % inner):
             key, value = (t.repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
         if inner > 1:
-            asked, held = ([layouts.counts(sizes, everyone)[rank] for rank in row] for sizes in (queries, keys))
+            asked, held = ([layouts.count_all(sizes, everyone)[rank] for rank in row] for sizes in (queries, keys))
             group = world.groups.get("ulysses")
             if by_heads:
                 query = self.to_heads(query, asked, column, group)
                 key, value = (self.to_heads(t, held, column, group) for t in (key, value))
             else:  # fewer heads than processes: keys and values of all
-                key, value = (gathered(t, 2, held, column, group) for t in (key, value))
+                key, value = (gather(t, 2, held, column, group) for t in (key, value))
         ours = row if by_heads or inner == 1 else [row[column]]
         mask = self.rows(mask, queries, ours, everyone, query, sum(keys))
         mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
         if mask is not None and mask.shape[1] > 1 and by_heads:
-            mask = mask.narrow(1, layouts.start(heads, column, inner), query.shape[1])
+            mask = mask.narrow(1, layouts.find_start(heads, column, inner), query.shape[1])
         if ring == 1:
             if mask is not None:
                 mask = self.columns(mask, keys, row, everyone)
@@ -88,9 +88,9 @@ class Attention(Collective):
             )
         else:
             ranks = [range(r * inner, (r + 1) * inner) for r in range(ring)]
-            lengths = [sum(layouts.counts(keys, everyone)[rank] for rank in there) for there in ranks]
+            lengths = [sum(layouts.count_all(keys, everyone)[rank] for rank in there) for there in ranks]
             masks = [None if mask is None else self.columns(mask, keys, there, everyone) for there in ranks]
-            out = around(query, key, value, masks, scale, lengths, mine, world.groups.get("ring"))
+            out = attend_ring(query, key, value, masks, scale, lengths, mine, world.groups.get("ring"))
         return self.to_tokens(out, asked, column, heads, world.groups.get("ulysses")) if by_heads else out
 
     def rows(
@@ -98,27 +98,27 @@ class Attention(Collective):
     ) -> Tensor | None:
         """Return the rows of a mask for the queries of this process."""
         if self.causal:
-            at = layouts.positions(sizes, ranks, world, query.device)
+            at = layouts.list_positions(sizes, ranks, world, query.device)
             return torch.arange(keys, device=query.device) <= at[:, None]
         if mask is None or mask.dim() < 2 or mask.shape[-2] == 1:
             return mask
-        return mask.index_select(-2, layouts.positions(sizes, ranks, world, mask.device))
+        return mask.index_select(-2, layouts.list_positions(sizes, ranks, world, mask.device))
 
     def columns(self, mask: Tensor, sizes: Sequence[int], ranks: Sequence[int], world: int) -> Tensor:
         """Return the columns of a mask for the keys of some ranks."""
         if mask.shape[-1] == 1:
             return mask
-        return mask.index_select(-1, layouts.positions(sizes, ranks, world, mask.device))
+        return mask.index_select(-1, layouts.list_positions(sizes, ranks, world, mask.device))
 
     def to_heads(self, x: Tensor, counts: Sequence[int], rank: int, group: Any) -> Tensor:
         """Exchange some tokens of all heads for all tokens of some heads; (batch, heads, tokens, features)."""
-        parts = layouts.counts([x.shape[1]], len(counts))
+        parts = layouts.count_all([x.shape[1]], len(counts))
         shapes = [(x.shape[0], parts[rank], n, x.shape[3]) for n in counts]
         return torch.cat(self.swapped(torch.split(x, parts, 1), shapes, rank, group), 2)
 
     def to_tokens(self, x: Tensor, counts: Sequence[int], rank: int, heads: int, group: Any) -> Tensor:
         """Exchange all tokens of some heads for some tokens of all heads."""
-        parts = layouts.counts([heads], len(counts))
+        parts = layouts.count_all([heads], len(counts))
         shapes = [(x.shape[0], n, counts[rank], x.shape[3]) for n in parts]
         tokens = [part.transpose(1, 2) for part in self.swapped(torch.split(x, list(counts), 2), shapes, rank, group)]
         return torch.cat(tokens, 2).transpose(1, 2)  # in memory as torch's kernels leave it: a view may follow
@@ -126,5 +126,5 @@ class Attention(Collective):
     def swapped(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], rank: int, group: Any) -> list[Tensor]:
         """Exchange one of `parts` with each rank; return the received ones, of these shapes."""
         give, take = [part.numel() for part in parts], [math.prod(shape) for shape in shapes]
-        came = torch.split(exchanged(torch.cat([part.reshape(-1) for part in parts]), give, take, rank, group), take)
+        came = torch.split(exchange(torch.cat([part.reshape(-1) for part in parts]), give, take, rank, group), take)
         return [part.view(shape) for part, shape in zip(came, shapes, strict=True)]

@@ -17,7 +17,7 @@ from ...core.errors import GuardError
 from ...core.ir.containers import list_leaves
 from ...core.torch_internals.distributed import group_of_name
 from ...core.torch_internals.tensors import version
-from .faults import guarded
+from .faults import run_guarded
 from .mesh import AXES, MeshPosition
 from .pretended import ThreadGroup
 
@@ -79,7 +79,7 @@ def _table(root: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the compared values by name: shape, dtype, strides and hash of tensors, other inputs as text."""
     tensors: dict[str, Tensor] = {}
     if root not in PLANS:
-        PLANS[root] = mark_of(root)
+        PLANS[root] = make_mark(root)
     table: dict[str, Any] = {"plan": (PLANS[root], ""), "mode": (_mode(root),)}
     parts = set(getattr(root, "meta", {}).get(PARTS, ()))
     for kind, named in (("weight", root.named_parameters()), ("buffer", root.named_buffers())):
@@ -134,7 +134,7 @@ def _mode(root: nn.Module) -> str:
     return ", ".join([*training, "gradients" if torch.is_grad_enabled() else "no gradients", *casts])
 
 
-def mark_of(module: nn.Module) -> str:
+def make_mark(module: nn.Module) -> str:
     """Return a digest that is equal for two modules with the same graphs."""
     graphs = getattr(module, "graphs", {})
     text = "\n".join(f"{mode} {node.format_node()}" for mode in sorted(graphs) for node in graphs[mode].nodes)
@@ -163,7 +163,7 @@ def _gather_numbers(known: list[int], size: int, group: Any) -> list[list[int]]:
         dist.all_gather(list(rows), mine, group)
         return rows
 
-    return guarded(call, group.group_name).tolist()
+    return run_guarded(call, group.group_name).tolist()
 
 
 def _gather_objects(known: list[Any], size: int, group: Any) -> list[list[Any]]:

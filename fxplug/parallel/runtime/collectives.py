@@ -23,9 +23,9 @@ from ...core.ir.traced_module import TracedModule
 from ...core.torch_internals import distributed
 from . import layouts
 from .checksums import PARTS, check_equal_on_ranks
-from .faults import guarded
-from .mesh import AXES, SEQUENCE, MeshPosition, all_degrees, world_of
-from .pretended import PRETENDED, ThreadGroup, placed
+from .faults import run_guarded
+from .mesh import AXES, SEQUENCE, MeshPosition, fill_degrees, find_position
+from .pretended import PRETENDED, ThreadGroup, make_position
 
 
 class Collective(DistributedPart[TracedModule], Block):
@@ -42,20 +42,20 @@ class Collective(DistributedPart[TracedModule], Block):
         if not isinstance(ways, dict) or axis not in (*AXES, SEQUENCE):
             known = ", ".join((*AXES, SEQUENCE))
             raise SpecError(f"a collective must run along one of {known}, not {quote(axis)} of {quote(ways)}")
-        self.ways, self.axis = all_degrees(ways), axis
+        self.ways, self.axis = fill_degrees(ways), axis
 
     def here(self) -> MeshPosition:
         """Return this process's position. Raises SpecError if there is no process group, or one of another size."""
         if not torch.compiler.is_compiling() and (world := PRETENDED.get()) is not None:
             return world
         if self.world is None:
-            self.world = world_of(self.ways)
+            self.world = find_position(self.ways)
         return self.world
 
     @contextlib.contextmanager
     def as_first_rank(self) -> Iterator[None]:
         """Run as the first process, without communication."""
-        before, self.world = vars(self).get("world"), placed(self.ways, 0)
+        before, self.world = vars(self).get("world"), make_position(self.ways, 0)
         try:
             yield
         finally:
@@ -105,7 +105,7 @@ class Collective(DistributedPart[TracedModule], Block):
         for axis in self.ways:
             if world.sizes[axis] > 1:
                 even = [len(rows)] * world.sizes[axis]
-                rows = gathered(rows, 0, even, world.ranks[axis], world.groups.get(axis))
+                rows = gather(rows, 0, even, world.ranks[axis], world.groups.get(axis))
         return rows
 
 
@@ -161,7 +161,7 @@ class Split(Lengthwise):
                 f"the dimensions of {tuple(x.shape)} behind dimension {self.dim} must be {self.behind}, as in the plan: use "
                 "inputs of that size, or make a plan with inputs of this one"
             )
-        return own_part(x, self.dim, inner, sizes, rank, world)
+        return take_part(x, self.dim, inner, sizes, rank, world)
 
 
 class Gather(Lengthwise):
@@ -170,9 +170,9 @@ class Gather(Lengthwise):
     def forward(self, x: Tensor, *sizes: int, inner: int | None = None) -> Tensor:
         rank, world, group = self.group_of(*sizes)
         inner = self.inner if inner is None else inner
-        counts = layouts.counts(sizes, world)
-        y = torch.unflatten(x, self.dim, (times(x, self.dim, counts[rank] * inner), counts[rank] * inner))
-        y = gathered(y, self.dim + 1, [n * inner for n in counts], rank, group)
+        counts = layouts.count_all(sizes, world)
+        y = torch.unflatten(x, self.dim, (count_times(x, self.dim, counts[rank] * inner), counts[rank] * inner))
+        y = gather(y, self.dim + 1, [n * inner for n in counts], rank, group)
         if len(sizes) > 1:
             lengths = [layouts.count(n, r, world) * inner for r in range(world) for n in sizes]
             parts = torch.split(y, lengths, self.dim + 1)
@@ -202,7 +202,7 @@ class Broadcast(Collective):
         flat = x.reshape(-1)
         give = [flat.numel() * (rank == 0)] * world
         take = [flat.numel() * (other == 0) for other in range(world)]
-        found = exchanged(flat.repeat(world if rank == 0 else 0), give, take, rank, group)
+        found = exchange(flat.repeat(world if rank == 0 else 0), give, take, rank, group)
         return found.reshape(x.shape)
 
 
@@ -215,7 +215,7 @@ class GlobalSize(Collective):
 
     def forward(self, x: Tensor, *sizes: int) -> int:
         rank, world, _ = self.group_of(*sizes)
-        return layouts.global_size(x, self.dim, sizes, rank, world)
+        return layouts.compute_global_size(x, self.dim, sizes, rank, world)
 
 
 class Numel(GlobalSize):
@@ -232,15 +232,15 @@ def check_integer(name: str, value: Any, least: int = 0) -> int:
     return value
 
 
-def own_part(x: Tensor, dim: int, inner: int, sizes: Sequence[int], rank: int, world: int) -> Tensor:
+def take_part(x: Tensor, dim: int, inner: int, sizes: Sequence[int], rank: int, world: int) -> Tensor:
     """Return a rank's part of a tensor whose dimension contains these streams once, or several times."""
     total = sum(sizes) * inner
-    y = torch.unflatten(x, dim, (times(x, dim, total), total))
-    y = layouts.narrowed(y, dim + 1, layouts.spans(sizes, rank, world, inner))
+    y = torch.unflatten(x, dim, (count_times(x, dim, total), total))
+    y = layouts.narrow(y, dim + 1, layouts.list_spans(sizes, rank, world, inner))
     return y.flatten(dim, dim + 1).contiguous()  # what is contiguous in one process is so in each: a view may follow
 
 
-def times(x: Tensor, dim: int, size: int) -> int:
+def count_times(x: Tensor, dim: int, size: int) -> int:
     """Return how often a dimension contains so many elements. Raises GuardError if that is no integer."""
     if size and x.shape[dim] % size:
         raise GuardError(
@@ -258,7 +258,7 @@ TRAFFIC: ContextVar[list[int] | None] = ContextVar("traffic", default=None)
 
 
 @contextlib.contextmanager
-def traffic() -> Iterator[list[int]]:
+def record_traffic() -> Iterator[list[int]]:
     """Yield a list that receives the bytes that this process sends, a number for each collective of a forward pass.
 
     An all-reduce counts as in a ring: 2 (n - 1) / n of its bytes.
@@ -272,12 +272,12 @@ def traffic() -> Iterator[list[int]]:
 
 
 def sent(count: int) -> None:
-    """Record sent bytes, if `traffic` is active."""
+    """Record sent bytes, if `record_traffic` is active."""
     if not torch.compiler.is_compiling() and (found := TRAFFIC.get()) is not None:
         found.append(count)
 
 
-def gathered(x: Tensor, dim: int, counts: Sequence[int], rank: int, group: Any) -> Tensor:
+def gather(x: Tensor, dim: int, counts: Sequence[int], rank: int, group: Any) -> Tensor:
     """Return the values of all ranks, concatenated in order, where they have `counts` rows along a dimension."""
     if len(counts) == 1:
         return x
@@ -293,7 +293,7 @@ def gathered(x: Tensor, dim: int, counts: Sequence[int], rank: int, group: Any) 
     return y.movedim(0, dim)
 
 
-def exchanged(flat: Tensor, give: list[int], take: list[int], rank: int, group: Any) -> Tensor:
+def exchange(flat: Tensor, give: list[int], take: list[int], rank: int, group: Any) -> Tensor:
     """Exchange elements of a one-dimensional tensor: `give[r]` elements go to rank r, `take[r]` come from it."""
     sent(flat.element_size() * (sum(give) - give[rank]))
     found: Tensor = _Exchange.apply(flat, give, take, group)
@@ -355,9 +355,9 @@ def _all_to_all(x: Tensor, give: list[int], take: list[int], group: Any) -> Tens
 def _moved(collective: Callable[[Tensor], Tensor], x: Tensor, group: str) -> Tensor:
     """Run a collective that only moves values: on the bytes of a tensor whose dtype it does not support."""
     if x.dtype in SENT:
-        return guarded(lambda: _waited(collective(x)), group)
+        return run_guarded(lambda: _waited(collective(x)), group)
     data = x.resolve_conj()[..., None].contiguous().view(torch.uint8)
-    return guarded(lambda: _waited(collective(data)), group).view(x.dtype)[..., 0]
+    return run_guarded(lambda: _waited(collective(data)), group).view(x.dtype)[..., 0]
 
 
 def _all_reduce(x: Tensor, group: Any) -> Tensor:
@@ -365,7 +365,7 @@ def _all_reduce(x: Tensor, group: Any) -> Tensor:
         return x.clone()
     if isinstance(group, ThreadGroup):
         return group.all_reduce(x)
-    return guarded(lambda: _waited(distributed.all_reduce(x.contiguous(), "sum", group)), group)
+    return run_guarded(lambda: _waited(distributed.all_reduce(x.contiguous(), "sum", group)), group)
 
 
 def _waited(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 SIGNS = ("timed out", "timeout", "closed by peer", "connection", "broken pipe", "reset by peer", "nccl")
 
 
-def guarded(call: Callable[[], T], group: str, what: str = "") -> T:
+def run_guarded(call: Callable[[], T], group: str, what: str = "") -> T:
     """Run a collective of a group. Raises GuardError, with rank and node, if a process died or does not reach it.
 
     `what` names what is waited for, if the node does not.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...core.errors import GuardError, SpecError, quote
 from . import layouts
-from .collectives import Collective, Lengthwise, check_integer, exchanged
+from .collectives import Collective, Lengthwise, check_integer, exchange
 
 
 class Reach(NamedTuple):
@@ -64,7 +64,7 @@ class Near(Lengthwise):
 
     def bounds(self, rank: int, world: int, given: int, tokens: int, out: int) -> tuple[int, int, int, int]:
         """Return the range of a process's rows of the result, and of the rows of `given` that it reads for them."""
-        first, last = (layouts.start(tokens, r, world) * out for r in (rank, rank + 1))
+        first, last = (layouts.find_start(tokens, r, world) * out for r in (rank, rank + 1))
         return first, last, *read(self.reach).window(first, last, given)
 
 
@@ -77,7 +77,7 @@ class Fetch(Near):
     def forward(self, x: Tensor, given: int, gives: int, inner: int | None = None, out: int | None = None) -> Tensor:
         rank, world, group = self.group_of()
         inner, out = self.inner if inner is None else inner, self.out if out is None else out
-        starts = [layouts.start(given, r, world) * inner for r in range(world + 1)]
+        starts = [layouts.find_start(given, r, world) * inner for r in range(world + 1)]
         if x.shape[self.dim] != starts[rank + 1] - starts[rank]:
             raise GuardError(
                 f"dimension {self.dim} of {tuple(x.shape)} is not this process's part of {given * inner} rows: make a plan "
@@ -94,7 +94,7 @@ class Fetch(Near):
         give = [0 if r == rank else part.numel() for r, part in enumerate(parts)]
         take = [0 if r == rank else overlaps[r][rank][1] * row for r in range(world)]
         flat = torch.cat([part.reshape(-1) for r, part in enumerate(parts) if r != rank])
-        came = list(torch.split(exchanged(flat, give, take, rank, group), take))
+        came = list(torch.split(exchange(flat, give, take, rank, group), take))
         shape = list(x.shape)
         found = []
         for r in range(world):

@@ -11,44 +11,44 @@ import torch
 from torch import Tensor
 
 
-def start(size: int, rank: int, world: int) -> int:
+def find_start(size: int, rank: int, world: int) -> int:
     """Return where the part of a rank begins; parts differ by one at most, and no size is a special case."""
     return size * rank // world
 
 
 def count(size: int, rank: int, world: int) -> int:
     """Return the length of the part of a rank."""
-    return start(size, rank + 1, world) - start(size, rank, world)
+    return find_start(size, rank + 1, world) - find_start(size, rank, world)
 
 
-def counts(sizes: Sequence[int], world: int) -> list[int]:
+def count_all(sizes: Sequence[int], world: int) -> list[int]:
     """Return the total length of all streams' parts in each rank."""
     return [sum(count(size, rank, world) for size in sizes) for rank in range(world)]
 
 
-def global_size(x: Tensor, dim: int, sizes: Sequence[int], rank: int, world: int) -> int:
+def compute_global_size(x: Tensor, dim: int, sizes: Sequence[int], rank: int, world: int) -> int:
     """Return the whole size of a dimension of which a rank has a part."""
-    return x.shape[dim] // counts(sizes, world)[rank] * sum(sizes)
+    return x.shape[dim] // count_all(sizes, world)[rank] * sum(sizes)
 
 
-def spans(sizes: Sequence[int], rank: int, world: int, inner: int = 1) -> list[tuple[int, int]]:
+def list_spans(sizes: Sequence[int], rank: int, world: int, inner: int = 1) -> list[tuple[int, int]]:
     """Return start and length of a rank's part in each of the streams, which are concatenated."""
     found, before = [], 0
     for size in sizes:
-        found.append(((before + start(size, rank, world)) * inner, count(size, rank, world) * inner))
+        found.append(((before + find_start(size, rank, world)) * inner, count(size, rank, world) * inner))
         before += size
     return found
 
 
-def narrowed(x: Tensor, dim: int, spans: Sequence[tuple[int, int]]) -> Tensor:
+def narrow(x: Tensor, dim: int, spans: Sequence[tuple[int, int]]) -> Tensor:
     """Return these spans of a dimension, concatenated."""
     parts = [x.narrow(dim, first, length) for first, length in spans]
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
-def positions(sizes: Sequence[int], ranks: Sequence[int], world: int, device: torch.device | None = None) -> Tensor:
+def list_positions(sizes: Sequence[int], ranks: Sequence[int], world: int, device: torch.device | None = None) -> Tensor:
     """Return the positions in the whole of some ranks' parts, concatenated: int64 (their tokens)."""
-    every = [span for rank in ranks for span in spans(sizes, rank, world)]
+    every = [span for rank in ranks for span in list_spans(sizes, rank, world)]
     return torch.cat([torch.arange(first, first + length, device=device) for first, length in every])
 
 

@@ -32,7 +32,7 @@ class MeshPosition:
         return self
 
 
-def all_degrees(ways: Mapping[str, int]) -> dict[str, int]:
+def fill_degrees(ways: Mapping[str, int]) -> dict[str, int]:
     """Return the number of processes of every axis. Raises SpecError for an unknown axis, or an invalid number."""
     for axis, number in ways.items():
         if axis not in AXES:
@@ -47,12 +47,12 @@ def format_degrees(ways: Mapping[str, int]) -> str:
     return " x ".join(f"{axis} {n}" for axis, n in ways.items() if n > 1)
 
 
-def world_of(ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> MeshPosition:
+def find_position(ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> MeshPosition:
     """Return this process's position in a mesh with these axes; the default mesh consists of all processes.
 
     Raises SpecError without a process group, and for a mesh that has other axes or sizes.
     """
-    ways = all_degrees(ways)
+    ways = fill_degrees(ways)
     needed = math.prod(ways.values())
     text = format_degrees(ways) or "1"
     if not dist.is_available() or not dist.is_initialized():

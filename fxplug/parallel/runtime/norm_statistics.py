@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import layouts
-from .collectives import Collective, check_integer, gathered
+from .collectives import Collective, check_integer, gather
 
 
 class Norm(Collective):
@@ -30,10 +30,10 @@ class Norm(Collective):
         groups = self.groups or channels
         high = torch.promote_types(x.dtype, torch.float32)
         rows = x.reshape(batch, groups, channels // groups, -1).to(high)
-        counts = layouts.counts(sizes, world)
+        counts = layouts.count_all(sizes, world)
         var, mean = torch.var_mean(rows, (2, 3), correction=0, keepdim=True)
         if world > 1:
-            both = gathered(torch.stack([mean, var])[None], 0, [1] * world, rank, group)
+            both = gather(torch.stack([mean, var])[None], 0, [1] * world, rank, group)
             shares = torch.tensor([n / sum(sizes) for n in counts], dtype=high, device=x.device).view(-1, 1, 1, 1, 1)
             mean = (shares * both[:, 0]).sum(0)
             var = (shares * (both[:, 1] + (both[:, 0] - mean).square())).sum(0)

@@ -48,7 +48,7 @@ class ThreadGroup:
 PRETENDED: contextvars.ContextVar[MeshPosition | None] = contextvars.ContextVar("pretended", default=None)
 
 
-def placed(ways: Mapping[str, int], rank: int) -> MeshPosition:
+def make_position(ways: Mapping[str, int], rank: int) -> MeshPosition:
     """Return the mesh position of a rank, without groups."""
     ranks = dict(ways)
     for axis in reversed(list(ways)):
@@ -57,10 +57,10 @@ def placed(ways: Mapping[str, int], rank: int) -> MeshPosition:
     return MeshPosition(ways, ranks, {})
 
 
-def pretended(ways: Mapping[str, int], call: Callable[[int], Any]) -> list[Any]:
+def run_simulated(ways: Mapping[str, int], call: Callable[[int], Any]) -> list[Any]:
     """Return the results of `call(rank)` in as many threads as a mesh has processes. Raises the first error of any."""
     count = math.prod(ways.values())
-    worlds = [placed(ways, rank) for rank in range(count)]
+    worlds = [make_position(ways, rank) for rank in range(count)]
     meetings: dict[Any, tuple[threading.Barrier, list[Any]]] = {}  # of each group
     for world in worlds:
         for axis, size in world.sizes.items():

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.torch_internals import tensors as kernels
-from .collectives import exchanged
+from .collectives import exchange
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 
 
-def around(
+def attend_ring(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -126,7 +126,7 @@ class _Travel:
         world = len(self.counts)
         give, take = [0] * world, [0] * world
         give[(self.rank + 1) % world] = take[(self.rank - 1) % world] = both.numel()
-        return exchanged(both, give, take, self.rank, self.group)
+        return exchange(both, give, take, self.rank, self.group)
 
 
 def attended(

@@ -29,7 +29,7 @@ class Part(Split):
         times = self.outer * self.inner
         if x.shape[self.dim] == times * sum(sizes):
             return super().forward(x, *sizes)
-        mine = times * layouts.counts(sizes, world)[rank]
+        mine = times * layouts.count_all(sizes, world)[rank]
         if x.shape[self.dim] != mine:
             raise GuardError(
                 f"a weight of shape {tuple(x.shape)} must be complete, {times * sum(sizes)} along dimension {self.dim}, or the "
@@ -51,7 +51,7 @@ class AllReduceMean(AllReduce):
 
     def forward(self, x: Tensor, *sizes: int) -> Tensor:
         rank, world, _ = self.group_of()
-        return super().forward(x if world == 1 else x * (layouts.counts(sizes, world)[rank] / sum(sizes)))
+        return super().forward(x if world == 1 else x * (layouts.count_all(sizes, world)[rank] / sum(sizes)))
 
 
 class FeatureNorm(AllReduce):
@@ -70,7 +70,7 @@ class FeatureNorm(AllReduce):
             return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5 if self.eps is None else self.eps)
         if world == 1:
             return F.rms_norm(x, x.shape[-1:], weight, self.eps)
-        count = x.shape[-1] // layouts.counts(sizes, world)[rank] * sum(sizes)
+        count = x.shape[-1] // layouts.count_all(sizes, world)[rank] * sum(sizes)
         y = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.centred:
             y = y - super().forward(y.sum(-1, keepdim=True)) / count
@@ -85,7 +85,7 @@ class Count(Collective):
 
     def forward(self, n: int, *sizes: int) -> int:
         rank, world, _ = self.group_of(*sizes)
-        return n // sum(sizes) * layouts.counts(sizes, world)[rank]
+        return n // sum(sizes) * layouts.count_all(sizes, world)[rank]
 
 
 class _Share(torch.autograd.Function):

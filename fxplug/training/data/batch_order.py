@@ -12,7 +12,7 @@ import torch
 
 from ...core.errors import SpecError
 from ...core.spec.train_section import Buckets
-from ..random_draws import mixed
+from ..random_draws import mix
 
 Size = tuple[int, int]
 
@@ -90,7 +90,7 @@ class Order:
         whole = [i for i in group for _ in range(int(self.repeats[i]))]
         if len(whole) == self.count(group):
             return whole
-        generator = torch.Generator().manual_seed(mixed(self.seed, epoch, -1 - number))
+        generator = torch.Generator().manual_seed(mix(self.seed, epoch, -1 - number))
         parts = torch.tensor([self.repeats[i] % 1 for i in group])
         drawn = torch.multinomial(parts, self.count(group) - len(whole), generator=generator)
         return whole + [group[i] for i in drawn.tolist()]
@@ -103,7 +103,7 @@ class Order:
         return part[start : start + each + (self.rank < more)]
 
     def _draw_order(self, length: int, epoch: int, number: int) -> list[int]:
-        generator = torch.Generator().manual_seed(mixed(self.seed, epoch, number))
+        generator = torch.Generator().manual_seed(mix(self.seed, epoch, number))
         drawn: list[int] = torch.randperm(length, generator=generator).tolist()
         return drawn
 
@@ -118,7 +118,7 @@ def _views(group: Sequence[int]) -> list[int]:
     return views
 
 
-def bucket_sizes(size: Size, buckets: Buckets) -> list[Size]:
+def list_bucket_sizes(size: Size, buckets: Buckets) -> list[Size]:
     """Return the sizes (h, w) with sides that are multiples of `step` from `min` to `max`, from the tallest to the widest.
 
     For each height the width is the largest whose area is not above that of `size`, and the other way round: the buckets of

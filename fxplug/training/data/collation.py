@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ...core.errors import TrainError, quote
-from .image_files import rescaled
+from .image_files import rescale
 from .image_sources import IMAGES, PlacedImage
 
 NUMBERS = {"loss_scale": torch.float32, "cond_dropout": torch.float32, "label": torch.int64, "index": torch.int64}
@@ -30,10 +30,10 @@ def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
             key = sorted(map(str, sample.keys() ^ first.keys()))[0]
             has, lacks = (sample, first) if key in sample else (first, sample)
             raise TrainError(f"{has['name']} has '{key}' and {lacks['name']} does not")
-    return {key: collated(key, [sample[key] for sample in samples], samples) for key in first}
+    return {key: collate_key(key, [sample[key] for sample in samples], samples) for key in first}
 
 
-def collated(key: str, values: list[Any], samples: Sequence[dict[str, Any]]) -> Any:
+def collate_key(key: str, values: list[Any], samples: Sequence[dict[str, Any]]) -> Any:
     """Collate the values of one key. `samples` give the names for errors. Raises TrainError."""
     if isinstance(values[0], (str, PlacedImage)):
         return values
@@ -44,7 +44,7 @@ def collated(key: str, values: list[Any], samples: Sequence[dict[str, Any]]) -> 
             if value.shape != values[0].shape or value.dtype != values[0].dtype:
                 one, two = (f"{s['name']} ({_described(v)})" for v, s in ((values[0], samples[0]), (value, sample)))
                 raise TrainError(f"the {key}s of a batch must have one size and dtype: {one}, {two}; set 'size' to resize them")
-        return rescaled(key, torch.stack(values))
+        return rescale(key, torch.stack(values))
     try:
         return default_collate(values)
     except Exception as error:  # torch's, about samples of the user's

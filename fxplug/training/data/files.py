@@ -18,7 +18,7 @@ from ...core.spec.train_section import Data
 from ...core.spec.yaml_source import Section, Source, Where, validate
 from .image_files import read_size
 from .image_sources import IMAGES, ImageFile, ImageSource
-from .sidecars import CONCEPT, ImageSettings, Sidecars, from_json, from_name, from_toml, numbers
+from .sidecars import CONCEPT, ImageSettings, Sidecars, read_json_list, read_name, read_toml, set_numbers
 
 METADATA = "metadata.jsonl"  # the form of Hugging Face's ImageFolder
 READ = ("flip_p", "cond_dropout", "loss_scale")  # which the loader and the tasks go by
@@ -87,7 +87,7 @@ def count_classes(names: list[str] | None, labels: Collection[int] | None) -> in
     return max(labels) + 1 if 0 <= min(labels) <= max(labels) < MOST_CLASSES else None
 
 
-def names_of_classes(names: list[str] | None, labels: Collection[int] | None) -> list[str] | None:
+def name_classes(names: list[str] | None, labels: Collection[int] | None) -> list[str] | None:
     """Return the names of the classes, or their numbers as text where they have no names; None where neither is known."""
     count = count_classes(names, labels)
     return [str(number) for number in range(count)] if names is None and count is not None else names
@@ -155,9 +155,9 @@ def open_files(spec: Data, base: Path, kind: type[FileItems] = FileItems) -> Fil
     given = getattr(spec, key)
     assert given is not None  # a section has one of the kinds
     conditions = _condition_folder(spec, base)
-    masks = existing(base / spec.masks, "masks") if spec.masks is not None else None
+    masks = check_folder(base / spec.masks, "masks") if spec.masks is not None else None
     sources = _paths(given, base)
-    roots = [source.parent if os.path.isfile(source) and key == "images" else existing(source, key) for source in sources]
+    roots = [source.parent if os.path.isfile(source) and key == "images" else check_folder(source, key) for source in sources]
     # the folder that holds all of them
     top = roots[0] if len(roots) == 1 else Path(os.path.commonpath([folder.resolve() for folder in roots]))
     sidecars, others = Sidecars(roots, key == "videos"), _OtherFolders(spec, base, conditions, masks, sources)
@@ -183,7 +183,7 @@ def open_files(spec: Data, base: Path, kind: type[FileItems] = FileItems) -> Fil
         _put_captions(names, values, said, spec.captions)
     else:
         classes = folders
-    numbers(values, said, spec.flip)
+    set_numbers(values, said, spec.flip)
     items = kind(top, names, values, spec, conditions, masks)
     items.classes, items.notes, items.repeats = classes, notes, _repeats(said, names, key)
     if classes is None and values and "label" in values[0]:
@@ -255,10 +255,10 @@ def _listed(
     """Return the image files of a folder or a list, each with its settings from the list; None where sidecar files have
     them."""
     if key == "images" and os.path.isfile(source) and source.suffix == ".json":
-        return from_json(source, sidecars)
+        return read_json_list(source, sidecars)
     if key == "images" and os.path.isfile(source) and source.suffix == ".toml":
-        return from_toml(source, images_below, sidecars.notes)
-    found = kind.below(existing(source, key), skip, sidecars.notes)
+        return read_toml(source, images_below, sidecars.notes)
+    found = kind.below(check_folder(source, key), skip, sidecars.notes)
     if not found:
         suffixes = sorted({p.suffix or "no suffix" for p in source.rglob("*") if p.is_file()})
         has = f"it has files with {', '.join(suffixes[:6])}" if suffixes else "it is empty"
@@ -308,7 +308,7 @@ def _class_folders(top: Path, names: Sequence[str], skip: Container[str]) -> lis
     return classes
 
 
-def existing(folder: Path, key: str) -> Path:
+def check_folder(folder: Path, key: str) -> Path:
     """Return the folder; raise SpecError with the nearest existing name if there is none."""
     if os.path.isdir(folder):  # which, as the others here, takes what no file can be called
         return folder
@@ -323,11 +323,11 @@ def existing(folder: Path, key: str) -> Path:
 def images_below(top: Path, skip: Container[str] = ()) -> list[str]:
     """Return the images below a folder as relative paths in natural order. Hidden files, and folders whose real path is in
     `skip`, are left out."""
-    known, names = image_suffixes(), []
+    known, names = list_image_suffixes(), []
     for folder, _, files in walk_folders(top, skip):
         kept = (file for file in files if os.path.splitext(file)[1].lower() in known)
         names += [(folder / file).relative_to(top).as_posix() for file in kept]
-    return sorted(names, key=natural)
+    return sorted(names, key=make_sort_key)
 
 
 def walk_folders(top: Path, skip: Container[str] = ()) -> Iterator[tuple[Path, list[str], list[str]]]:
@@ -346,7 +346,7 @@ def walk_folders(top: Path, skip: Container[str] = ()) -> Iterator[tuple[Path, l
         yield Path(folder), folders, [name for name in files if not name.startswith(".")]
 
 
-def natural(name: str) -> list[tuple[int, str]]:
+def make_sort_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key that orders numbers in names by value, folder by folder."""
     parts = re.split(r"(\d+)", name.replace("/", "\0"))
     return [(int(part), "") if part.isdecimal() else (0, part) for part in parts] + [(0, name)]
@@ -358,7 +358,7 @@ def _condition_folder(spec: Data, base: Path) -> Path | None:
         return None
     if spec.conditions.options:
         raise SpecError("a folder takes no options", path=("conditions", spec.conditions.name))
-    return existing(base / spec.conditions.name, "conditions")
+    return check_folder(base / spec.conditions.name, "conditions")
 
 
 def match_stems(
@@ -387,7 +387,7 @@ def few(names: Sequence[str], kind: str) -> str:
 
 
 @cache
-def image_suffixes() -> frozenset[str]:
+def list_image_suffixes() -> frozenset[str]:
     """Return the suffixes of files that PIL opens."""
     Image.init()
     return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN)
@@ -469,7 +469,7 @@ def _put_captions(names: Sequence[str], values: list[dict[str, Any]], said: Sequ
         if "caption" in value:
             settings = settings.model_copy(update={"plain": value["caption"], "prompt": None})
         elif law == "filename" and not (settings.plain or settings.prompt):
-            settings = settings.under(ImageSettings(plain=from_name(Path(name).stem)))
+            settings = settings.under(ImageSettings(plain=read_name(Path(name).stem)))
         value["caption"] = settings.caption() or ""
     without = [name for name, value in zip(names, values, strict=True) if not value["caption"]]
     labelled = len(without) == len(names) and all("label" in value for value in values)

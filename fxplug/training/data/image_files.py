@@ -35,13 +35,13 @@ COMPOSED = "composed"  # in the info of an image that had transparent pixels
 def read_image(
     source: Path | bytes, name: str, channels: int = 3, background: tuple[int, int, int] = WHITE
 ) -> Image.Image:
-    """Decode the image in a file or its bytes, upright, in mode RGB or L, as `prepared` does. Raises Unreadable."""
-    with readable(name, source), _opened(source) as file, Image.open(file) as image:
-        return prepared(image, channels, background)
+    """Decode the image in a file or its bytes, upright, in mode RGB or L, as `prepare` does. Raises Unreadable."""
+    with check_readable(name, source), _opened(source) as file, Image.open(file) as image:
+        return prepare(image, channels, background)
 
 
 @contextlib.contextmanager
-def readable(name: str, source: Path | bytes = b"...") -> Iterator[None]:
+def check_readable(name: str, source: Path | bytes = b"...") -> Iterator[None]:
     """Raise Unreadable, with the reason, for whatever decoders raise for broken data."""
     try:
         yield
@@ -99,7 +99,7 @@ def _has_late_chunks(source: Path | bytes) -> bool:
     return False
 
 
-def prepared(image: Image.Image, channels: int, background: tuple[int, int, int] = WHITE) -> Image.Image:
+def prepare(image: Image.Image, channels: int, background: tuple[int, int, int] = WHITE) -> Image.Image:
     """Rotate an image upright, in mode RGB (3 channels) or L (1), its transparent pixels composed on a background colour.
 
     Grey of more than 8 bits becomes 8 (see `_of_8_bits`). An image that had transparent pixels has `COMPOSED` in its `info`.
@@ -159,7 +159,7 @@ def _of_8_bits(image: Image.Image) -> Image.Image:
     return made
 
 
-def as_image(
+def convert_image(
     value: Any, name: str, channels: int = 3, background: tuple[int, int, int] = WHITE
 ) -> Image.Image | Tensor:
     """Convert an image of a data set to what the loader takes.
@@ -172,12 +172,12 @@ def as_image(
     if value is None:
         raise Unreadable(name, "no image")
     if isinstance(value, Image.Image):
-        with readable(name):  # it may not be loaded yet
-            return prepared(value, channels, background)
+        with check_readable(name):  # it may not be loaded yet
+            return prepare(value, channels, background)
     if isinstance(value, dict) and value.get("path"):
         name = f"{name} ({value['path']})"
     if isinstance(value, (dict, bytes, bytearray)):
-        return read_image(stored(value) if isinstance(value, dict) else bytes(value), name, channels, background)
+        return read_image(get_stored(value) if isinstance(value, dict) else bytes(value), name, channels, background)
     found = np.asarray(value) if isinstance(value, list) else value
     if not isinstance(found, (Tensor, np.ndarray)):
         raise TrainError(f"{name}: an image must be a PIL image, a tensor or a numpy array, not a {type(value).__name__}")
@@ -195,10 +195,10 @@ def as_image(
         array = array.to(torch.uint8)  # a list has no dtype
     if array.dtype != torch.uint8:
         raise TrainError(f"{name}: image values must be uint8 or float, not {str(array.dtype).removeprefix('torch.')}")
-    return prepared(to_pil_image(array), channels, background)
+    return prepare(to_pil_image(array), channels, background)
 
 
-def stored(value: dict[str, Any]) -> bytes | Path:
+def get_stored(value: dict[str, Any]) -> bytes | Path:
     """Return the bytes or path that a Hugging Face data set has of an undecoded image."""
     return value["bytes"] if value["bytes"] is not None else Path(value["path"])
 
@@ -219,7 +219,7 @@ class Crop(NamedTuple):
     flip: bool = False
 
 
-def placed(image: Image.Image, size: tuple[int, int], place: Crop) -> Image.Image:
+def crop_and_resize(image: Image.Image, size: tuple[int, int], place: Crop) -> Image.Image:
     """Take the largest crop with the aspect ratio of `size` (h, w), resized in the same step with an antialiasing Lanczos
     filter."""
     if (image.height, image.width) != size:
@@ -227,7 +227,7 @@ def placed(image: Image.Image, size: tuple[int, int], place: Crop) -> Image.Imag
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if place.flip else image
 
 
-def rescaled(key: str, images: Tensor) -> Tensor:
+def rescale(key: str, images: Tensor) -> Tensor:
     """Convert uint8 images and videos to float32 in [-1, 1], conditions and masks to [0, 1]; return floats unchanged."""
     if images.dtype != torch.uint8:
         return images

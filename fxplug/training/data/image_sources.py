@@ -19,7 +19,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...core.errors import format_fields
 from .batch_order import Size
-from .image_files import COMPOSED, WHITE, Crop, Unreadable, placed, read_image, read_size, rescaled
+from .image_files import COMPOSED, WHITE, Crop, Unreadable, crop_and_resize, read_image, read_size, rescale
 
 IMAGES = ("image", "video", "condition", "loss_mask")  # the keys of a sample that have images
 SETTLED = 2 * 10**9  # ns; a file may change again within one tick of its times, which is this long on some file systems
@@ -27,7 +27,7 @@ MOST = 1_000_000  # digests and sizes that a process remembers
 _REMEMBERED: dict[tuple[Any, ...], Any] = {}
 
 
-def digest_of_bytes(*parts: bytes) -> str:
+def compute_digest(*parts: bytes) -> str:
     """Return the SHA-256 of bytes as hexadecimal digits."""
     found = hashlib.sha256()
     for part in parts:
@@ -35,15 +35,15 @@ def digest_of_bytes(*parts: bytes) -> str:
     return found.hexdigest()
 
 
-def digest_of_file(path: Path) -> str:
+def compute_file_digest(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, which are read again only where the file may have changed. Raises OSError."""
     with path.open("rb") as file:
         found = os.fstat(file.fileno())
-        digest: str = remembered(path, "digest", found, lambda: hashlib.file_digest(file, "sha256").hexdigest())
+        digest: str = remember(path, "digest", found, lambda: hashlib.file_digest(file, "sha256").hexdigest())
     return digest
 
 
-def remembered(path: Path, what: str, found: os.stat_result, work_out: Callable[[], Any]) -> Any:
+def remember(path: Path, what: str, found: os.stat_result, work_out: Callable[[], Any]) -> Any:
     """Return what this process has worked out of a file before, unless its times, size, inode or device have changed since, or
     it was written just before."""
     key = (what, str(path), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
@@ -101,16 +101,16 @@ class ImageFile(ImageSource):
 
     def content(self) -> str:
         try:
-            return digest_of_bytes(self.source) if isinstance(self.source, bytes) else digest_of_file(self.source)
+            return compute_digest(self.source) if isinstance(self.source, bytes) else compute_file_digest(self.source)
         except (OSError, ValueError) as error:
-            raise unreadable(self.name, error) from error
+            raise make_unreadable(self.name, error) from error
 
     def size(self) -> Size:
         source = self.source
         if isinstance(source, bytes):
             return read_size(source)
         with contextlib.suppress(OSError, ValueError):
-            size: Size = remembered(source, "size", source.stat(), lambda: read_size(source))
+            size: Size = remember(source, "size", source.stat(), lambda: read_size(source))
             return size
         return (0, 0)
 
@@ -121,11 +121,11 @@ class ImageFile(ImageSource):
         try:
             data = self.source if isinstance(self.source, bytes) else self.source.read_bytes()
         except (OSError, ValueError) as error:
-            raise unreadable(self.name, error) from error
-        return read_image(data, self.name, self.channels, self.background), digest_of_bytes(data)
+            raise make_unreadable(self.name, error) from error
+        return read_image(data, self.name, self.channels, self.background), compute_digest(data)
 
 
-def unreadable(name: str, error: Exception) -> Unreadable:
+def make_unreadable(name: str, error: Exception) -> Unreadable:
     """Return the error of a file that cannot be opened."""
     return Unreadable(name, "no such file" if isinstance(error, FileNotFoundError) else str(error))
 
@@ -169,7 +169,7 @@ class PlacedImage:
         """Return the pixels as a batch has them, float32 [c, h, w], or [c, f, h, w] of a video. Raises Unreadable."""
         found = self.decoded().pixels
         assert found is not None
-        return rescaled(self.kind, found)
+        return rescale(self.kind, found)
 
     def decoded(self) -> PlacedImage:
         """Return it with its pixels, and the digest of the bytes that they are from. Raises Unreadable."""
@@ -178,7 +178,7 @@ class PlacedImage:
         image, known = self.source.read_known()
         frames = image if isinstance(image, list) else [image]
         composed = any(COMPOSED in frame.info for frame in frames)
-        made = to_pixels(image, self.size or (frames[0].height, frames[0].width), self.place)
+        made = make_pixels(image, self.size or (frames[0].height, frames[0].width), self.place)
         return replace(self, known=known, pixels=made, composed=composed)
 
     def mirrored(self) -> PlacedImage:
@@ -187,15 +187,15 @@ class PlacedImage:
         return replace(self, place=self.place._replace(flip=not self.place.flip), pixels=pixels)
 
 
-def to_pixels(image: Image.Image | Sequence[Image.Image], size: Size, place: Crop) -> Tensor:
+def make_pixels(image: Image.Image | Sequence[Image.Image], size: Size, place: Crop) -> Tensor:
     """Crop and resize an image to uint8 [c, h, w]; the frames of a video, all alike, to [c, f, h, w]."""
     frames = [image] if isinstance(image, Image.Image) else image
-    pixels = [pil_to_tensor(placed(frame, size, place)) for frame in frames]
+    pixels = [pil_to_tensor(crop_and_resize(frame, size, place)) for frame in frames]
     return pixels[0] if isinstance(image, Image.Image) else torch.stack(pixels, 1)
 
 
-def crop_origin(image: Size, size: Size, place: Crop) -> tuple[int, int]:
-    """Return (top, left) of the crop that `placed` takes, in pixels of the resized image.
+def find_crop_origin(image: Size, size: Size, place: Crop) -> tuple[int, int]:
+    """Return (top, left) of the crop that `crop_and_resize` takes, in pixels of the resized image.
 
     The resized image is the smallest with the aspect ratio of the original that the crop of `size` fits in: the
     "crop coordinates" that SDXL is conditioned on (arXiv 2307.01952). Of a mirrored crop it is the place in the mirrored image.

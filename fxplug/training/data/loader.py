@@ -18,18 +18,18 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...core.errors import FxplugError, SpecError, TrainError
 from ...core.spec.train_section import Data
-from ..import_paths import function_of
+from ..import_paths import import_function
 from ..plugins import Plugins
-from ..random_draws import mixed, preserve_random_state, seed_all
+from ..random_draws import mix, preserve_random_state, seed_all
 from ..tasks.task import Task
 from ..trigger import with_trigger
-from .batch_order import Order, Request, Size, assign, bucket_sizes
+from .batch_order import Order, Request, Size, assign, list_bucket_sizes
 from .collation import collate, pair_with_prior
-from .files import Items, names_of_classes
-from .image_files import COMPOSED, Crop, Unreadable, as_image, check_alike, check_ratio, placed, prepared
-from .image_sources import IMAGES, ImageSource, PlacedImage, crop_origin, to_pixels
+from .files import Items, name_classes
+from .image_files import COMPOSED, Crop, Unreadable, check_alike, check_ratio, convert_image, crop_and_resize, prepare
+from .image_sources import IMAGES, ImageSource, PlacedImage, find_crop_origin, make_pixels
 from .sidecars import Caption
-from .unreadable import tell_first_process, told_by_others
+from .unreadable import collect_reports, report_to_first
 
 NAMED = 20  # unreadable images in a message
 Transform = Callable[[Image.Image, Size], Tensor]
@@ -52,7 +52,7 @@ class Loader(Dataset[Any]):
     `loss_mask` float32 [b, 1, h, w] in [0, 1], `video` float32 [b, c, f, h, w], `index` int64 [b], `name` list of str, and what
     else the items hold. Where images are files that the loader itself crops, it has `original_size` int64 [b, 2], height and
     width of the upright picture in the file, and `crop` int64 [b, 2], top and left of the crop in the resized picture
-    (`crop_origin`); with flips, `flipped` bool [b].
+    (`find_crop_origin`); with flips, `flipped` bool [b].
 
     Seed, epoch, index and, where an epoch has it several times, the number of the time alone decide them (see `Order`): neither
     the number of workers or processes, nor a resumed epoch, nor random numbers drawn elsewhere.
@@ -96,7 +96,7 @@ class Loader(Dataset[Any]):
         self._transform, self._skipped = transform, dict[str, str]()
         self._skip_decoding: SkipDecoding | None = None
         self.size: Size | None = (spec.size, spec.size) if isinstance(spec.size, int) else spec.size
-        self.classes, self.root = names_of_classes(items.classes, items.labels), items.root
+        self.classes, self.root = name_classes(items.classes, items.labels), items.root
         self.groups: list[Sequence[int]] = [range(len(items))]
         self.sizes: list[Size | None] = [self.size]
         if spec.buckets is not None:
@@ -112,7 +112,7 @@ class Loader(Dataset[Any]):
             batches = f"a batch of {batch}" + (f" in each of {world} processes" if world > 1 else "")
             raise TrainError(f"{batches} is larger than the data: {self.total} samples")
         named = spec.conditions is not None and ":" in spec.conditions.name
-        self.condition = function_of(spec.conditions, ("data", "conditions")) if named and spec.conditions else None
+        self.condition = import_function(spec.conditions, ("data", "conditions")) if named and spec.conditions else None
         self.turn: tuple[int, list[Request]] | None = None  # the requests of the epoch that was asked for last
         self._requests, self._composed = list[Request](), False
         self._pool: DataLoader[Any] | None = None
@@ -120,7 +120,7 @@ class Loader(Dataset[Any]):
     @property
     def skipped(self) -> dict[str, str]:
         """Images that could not be read, with the reason; in the first process those of the others too."""
-        return {**told_by_others(self._set), **self._skipped}
+        return {**collect_reports(self._set), **self._skipped}
 
     @property
     def _set(self) -> str:
@@ -179,7 +179,7 @@ class Loader(Dataset[Any]):
         if fetched.error is not None:
             raise fetched.error
         if fetched.batch is None and count:
-            raise TrainError(f"no image of {len(group)} can be read: {too_many(fetched.skipped)}")
+            raise TrainError(f"no image of {len(group)} can be read: {list_skipped(fetched.skipped)}")
         return fetched.batch or {}
 
     def peek(self) -> dict[str, Any] | None:
@@ -290,7 +290,7 @@ class Loader(Dataset[Any]):
         for candidate in self._from(index, members) if self.train else (index,):
             # what stands in for another sample is a further view, too
             further = (view, index) if candidate != index else (view,) if view else ()
-            seed_all(mixed(self.seed, request.epoch, candidate, *further))
+            seed_all(mix(self.seed, request.epoch, candidate, *further))
             try:
                 return self._sample(candidate, self.sizes[request.group], request.epoch)
             except Unreadable as error:
@@ -298,7 +298,7 @@ class Loader(Dataset[Any]):
                 if len(skipped) > self.spec.max_corrupt:
                     return None
         if self.train:
-            raise TrainError(f"no image of a group of {len(members)} can be read: {too_many(skipped)}")
+            raise TrainError(f"no image of a group of {len(members)} can be read: {list_skipped(skipped)}")
         return None
 
     def _prior_of(
@@ -386,7 +386,7 @@ class Loader(Dataset[Any]):
     def _put_sizes(self, item: dict[str, Any], original: Size, size: Size | None, place: Crop) -> None:
         """Put `original_size` and `crop` of an item where it has none of its own."""
         item.setdefault("original_size", torch.tensor(original))
-        item.setdefault("crop", torch.tensor(crop_origin(original, size or original, place)))
+        item.setdefault("crop", torch.tensor(find_crop_origin(original, size or original, place)))
 
     def _put_video(self, item: dict[str, Any], size: Size | None, place: Crop) -> None:
         """Convert the frames of an item's video to one tensor. Raises TrainError where they are to be changed as images are."""
@@ -395,7 +395,7 @@ class Loader(Dataset[Any]):
             raise TrainError(f"{item['name']} is a video, and {what} changes images")
         original = (item["video"][0].height, item["video"][0].width)
         self._put_sizes(item, original, size, place)
-        item["video"] = to_pixels(item["video"], size or original, place)
+        item["video"] = make_pixels(item["video"], size or original, place)
 
     def _put_images(self, item: dict[str, Any], size: Size | None, place: Crop) -> None:
         """Convert an item's image, condition and mask to tensors of a size. A task's transform crops by itself, without the
@@ -416,26 +416,26 @@ class Loader(Dataset[Any]):
             for further, kind in ((condition, "condition"), (mask, "mask")):
                 check_alike(image, further, size, place, name, kind)
             if both or self.transform is None:
-                image = placed(image, size, place)
+                image = crop_and_resize(image, size, place)
             image = self._changed(image, name, fixed=both or self.transform is None)
             if size is not None and isinstance(mask, Image.Image):
-                item["loss_mask"] = mask = pil_to_tensor(placed(mask, size, place))
+                item["loss_mask"] = mask = pil_to_tensor(crop_and_resize(mask, size, place))
             if self.condition is not None:  # made of what the model sees: grey stays grey
                 made, place = self.condition(image), Crop()
                 grey = made.mode in ("1", "L") if isinstance(made, Image.Image) else np.ndim(made) == 2
-                item["condition"] = as_image(made, f"the condition of {name}", 1 if grey else 3, self.spec.background)
+                item["condition"] = convert_image(made, f"the condition of {name}", 1 if grey else 3, self.spec.background)
             item["image"] = pil_to_tensor(image) if self.transform is None else self.transform(image, size)
         if size is not None and isinstance(condition := item.get("condition"), Image.Image):
-            item["condition"] = pil_to_tensor(placed(condition, size, place))
+            item["condition"] = pil_to_tensor(crop_and_resize(condition, size, place))
         if size is not None and isinstance(mask, Image.Image):  # of an image that is a tensor
-            item["loss_mask"] = pil_to_tensor(placed(mask, size, place))
+            item["loss_mask"] = pil_to_tensor(crop_and_resize(mask, size, place))
 
     def _changed(self, image: Image.Image, name: str, fixed: bool) -> Image.Image:
         """Return the image after the plugins, which may change its size only where the task crops it."""
         if self.hooks is None or not self._hooked("transform_pil_image"):
             return image
         try:
-            changed = prepared(self.hooks.transform_pil_image(image), self.spec.channels, self.spec.background)
+            changed = prepare(self.hooks.transform_pil_image(image), self.spec.channels, self.spec.background)
         except ValueError as error:
             raise TrainError(f"{name}: the image that transform_pil_image returned cannot be used: {error}") from None
         if fixed and changed.size != image.size:
@@ -449,11 +449,11 @@ class Loader(Dataset[Any]):
     # --- groups, and what cannot be read
 
     def _count(self, skipped: dict[str, str]) -> None:
-        tell_first_process(self._set, {name: why for name, why in skipped.items() if name not in self._skipped})
+        report_to_first(self._set, {name: why for name, why in skipped.items() if name not in self._skipped})
         self._skipped.update(skipped)
         if len(self._skipped) > self.spec.max_corrupt:
             found = f"{len(self._skipped)} images cannot be read, and 'max_corrupt' is {self.spec.max_corrupt}"
-            raise TrainError(f"{found}: {too_many(self._skipped)}")
+            raise TrainError(f"{found}: {list_skipped(self._skipped)}")
 
     def _bucketed(self, size: Size | None, fill: int) -> dict[Size, Sequence[int]]:
         """Return the samples of each bucket; those without a readable header are skipped here already, so in every process."""
@@ -466,7 +466,7 @@ class Loader(Dataset[Any]):
             if not all(image):
                 self._count(self._reason(i))
         known = [i for i, image in enumerate(images) if all(image)]
-        chosen = assign([images[i] for i in known], bucket_sizes(size, self.spec.buckets), fill)
+        chosen = assign([images[i] for i in known], list_bucket_sizes(size, self.spec.buckets), fill)
         groups: dict[Size, list[int]] = {}
         for i, bucket in zip(known, chosen, strict=True):
             groups.setdefault(bucket, []).append(i)
@@ -484,7 +484,7 @@ def _are_equal(fetched: Any) -> Any:
     return fetched
 
 
-def too_many(skipped: dict[str, str]) -> str:
+def list_skipped(skipped: dict[str, str]) -> str:
     """List the first of the skipped images, each with the reason."""
     shown = [f"{name} ({why})" for name, why in list(skipped.items())[:NAMED]]
     return "; ".join(shown) + (f"; and {len(skipped) - NAMED} more" if len(skipped) > NAMED else "")

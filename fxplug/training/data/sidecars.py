@@ -124,12 +124,12 @@ def _parts(text: str | None) -> tuple[str, tuple[tuple[str, float], ...]]:
     return first, tuple((tag, 1.0) for tag in tags if tag)
 
 
-def from_name(stem: str) -> str:
+def read_name(stem: str) -> str:
     """Return the caption that a file name stands for: the part before an underscore."""
     return ", ".join(part.strip() for part in stem.partition("_")[0].split(","))
 
 
-def numbers(values: Sequence[dict[str, Any]], said: Sequence[ImageSettings], flip: bool) -> None:
+def set_numbers(values: Sequence[dict[str, Any]], said: Sequence[ImageSettings], flip: bool) -> None:
     """Set the numbers that the loader and the task read, in place, if any sample has one of its own."""
     default = {"loss_scale": 1.0, "cond_dropout": math.nan, "flip_p": 0.5 if flip else 0.0}
     for key, usual in default.items():
@@ -221,7 +221,7 @@ def _text(file: Path) -> str:
     return reading.read_text(file, DEFAULT.caption, lambda finding: SpecError(finding, where=Where(str(file)))).strip()
 
 
-def from_json(file: Path, sidecars: Sidecars) -> list[tuple[Path, ImageSettings | None]]:
+def read_json_list(file: Path, sidecars: Sidecars) -> list[tuple[Path, ImageSettings | None]]:
     """Read the images of a JSON list: mappings of `image`, a path relative to the file, and the keys of a YAML sidecar; or just
     paths, with captions in sidecar files."""
     where = Where(str(file))
@@ -269,7 +269,7 @@ class Subset(Section, extra="ignore"):
     caption_dropout_rate: Share | None = None
 
 
-def from_toml(file: Path, below: Callable[[Path], list[str]], notes: list[str]) -> list[tuple[Path, ImageSettings | None]]:
+def read_toml(file: Path, below: Callable[[Path], list[str]], notes: list[str]) -> list[tuple[Path, ImageSettings | None]]:
     """Read the images of the subsets of a kohya data set; `image_dir` is relative to the file."""
     where = Where(str(file))
     try:

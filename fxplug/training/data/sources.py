@@ -20,10 +20,10 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from ...core.errors import FxplugError, SpecError, TrainError, did_you_mean, prefix_path, quote
 from ...core.spec.train_section import Data, Use
-from ..import_paths import construct, function_of, imported
+from ..import_paths import construct, import_function, import_name
 from ..random_draws import preserve_random_state
-from .files import FileItems, Items, existing, open_files
-from .image_files import Unreadable, as_image, read_size, stored
+from .files import FileItems, Items, check_folder, open_files
+from .image_files import Unreadable, convert_image, get_stored, read_size
 from .image_sources import IMAGES, ImageFile
 from .videos import VideoItems
 
@@ -45,7 +45,7 @@ def open_items(spec: Data, base: Path, *, test: bool = False, prior: bool = Fals
     """
     with prefix_path("data", *["test"] * test, *["prior"] * prior):
         if spec.conditions and ":" in spec.conditions.name:
-            function_of(spec.conditions, ("conditions",))
+            import_function(spec.conditions, ("conditions",))
         elif spec.conditions and (spec.dataset or spec.call):
             kind = "dataset" if spec.dataset else "call"
             finding = f"a folder of conditions is only for image files; with '{kind}' each sample has its own 'condition'"
@@ -120,17 +120,17 @@ class OwnItems(Items):
     """The samples of a map-style data set as items.
 
     A sample is a mapping (`image` or `img`, `label`, `caption` or `text`, `condition`, and anything that collates), or a tuple
-    (image, label) or (image, caption). `columns` gives keys other names. What counts as an image, `as_image` says. The data
-    set's `classes`, and its `sizes` [(h, w), ...] which buckets need, are used where it has them. `root` is the folder of a
-    Hugging Face data set.
+    (image, label) or (image, caption). `columns` gives keys other names. What counts as an image, `convert_image` says. The
+    data set's `classes`, and its `sizes` [(h, w), ...] which buckets need, are used where it has them. `root` is the folder of
+    a Hugging Face data set.
     """
 
     def __init__(self, dataset: Any, spec: Data, root: str | None = None) -> None:
         self.dataset, self.columns, self.channels, self.captions = dataset, spec.columns, spec.channels, spec.captions
         self.background = spec.background
-        self.root, self.classes = root, classes_of(dataset)
+        self.root, self.classes = root, get_classes(dataset)
         if root is None and self.classes is None:
-            self.labels = labels_of(dataset)
+            self.labels = get_labels(dataset)
 
     @property
     def has_files(self) -> bool:  # type: ignore[override]
@@ -147,7 +147,7 @@ class OwnItems(Items):
         if type(self.dataset.features[name]).__name__ != "Image":
             return None
         rows = self.dataset.select_columns([name])
-        return [(0, 0) if (file := rows[i][name]) is None else read_size(stored(file)) for i in range(len(rows))]
+        return [(0, 0) if (file := rows[i][name]) is None else read_size(get_stored(file)) for i in range(len(rows))]
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -165,7 +165,7 @@ class OwnItems(Items):
             at = traceback.extract_tb(error.__traceback__)[-1]
             finding = f"{name} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})"
             raise TrainError(finding) from error
-        item = keyed(sample, name, self.columns)
+        item = add_keys(sample, name, self.columns)
         if item.get("caption", "") is None:
             if self.captions == "required":
                 raise TrainError(f"{name} has no caption: write one, or set 'captions: optional'")
@@ -185,9 +185,9 @@ class OwnItems(Items):
     def _image(self, value: Any, name: str, channels: int) -> Image.Image | Tensor | ImageFile:
         """Return an image of a sample; one that lies on the disk as a file of its own format is not decoded."""
         if self.root is None or not isinstance(value, dict):
-            return as_image(value, name, channels, self.background)
+            return convert_image(value, name, channels, self.background)
         known = f"{name} ({value['path']})" if value.get("path") else name
-        return ImageFile(stored(value), known, channels, self.background)
+        return ImageFile(get_stored(value), known, channels, self.background)
 
     def _label(self, label: Any, name: str) -> int:
         if isinstance(label, str) and self.classes is not None:
@@ -205,15 +205,15 @@ class OwnItems(Items):
         return number
 
 
-def classes_of(dataset: Any) -> list[str] | None:
+def get_classes(dataset: Any) -> list[str] | None:
     """Return the names of a data set's classes, if it has them."""
     if isinstance(dataset, Subset):
-        return classes_of(dataset.dataset)
+        return get_classes(dataset.dataset)
     classes = getattr(dataset, "classes", None)
     return [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None
 
 
-def labels_of(dataset: Any) -> set[int] | None:
+def get_labels(dataset: Any) -> set[int] | None:
     """Return the labels of a data set that stores them all, as torchvision's and TensorDataset do; else None."""
     labels = _all_labels(dataset)
     return {*labels} if labels and all(type(label) is int for label in labels) else None
@@ -230,7 +230,7 @@ def _all_labels(dataset: Any) -> list[Any] | None:
     return labels if isinstance(labels, list) and len(labels) == len(dataset) else None
 
 
-def keyed(sample: Any, name: str, columns: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+def add_keys(sample: Any, name: str, columns: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
     """Return a sample, or a batch, with the keys of an item. Raises TrainError if it is neither a mapping nor a pair."""
     if isinstance(sample, Mapping):
         for column in columns.values():
@@ -259,7 +259,7 @@ def open_dataset(spec: Data, base: Path, split: str = "train") -> OwnItems:
     others. A text label is numbered by the sorted texts. Raises SpecError for a folder that is no data set, and for splits and
     columns that do not exist or are ambiguous.
     """
-    folder = existing(base / (spec.dataset or ""), "dataset")
+    folder = check_folder(base / (spec.dataset or ""), "dataset")
     try:
         import datasets
     except ImportError:
@@ -347,7 +347,7 @@ def _kind(feature: Any) -> str:
     return "int" if name == "Value" and "int" in dtype else (dtype if name == "Value" else name)
 
 
-def items_of(dataset: Any, spec: Data, name: str) -> OwnItems:
+def make_items(dataset: Any, spec: Data, name: str) -> OwnItems:
     """Return the items of a data set named `name` in errors. Raises SpecError if it has no length, no indices or no samples."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         why = "it needs a length and an index, so that the order can be repeated and resumed"
@@ -363,6 +363,6 @@ def open_call(spec: Data) -> OwnItems:
     Raises SpecError for what cannot be imported or called so, and for anything that has no length or no indices.
     """
     use = spec.call or Use("", {})
-    made = imported(use.name, ("call",))
+    made = import_name(use.name, ("call",))
     dataset = construct(made, use, ("call",)) if callable(made) else made
-    return items_of(dataset, spec, f"what '{use.name}' gives")
+    return make_items(dataset, spec, f"what '{use.name}' gives")

@@ -16,7 +16,7 @@ def _shared() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def tell_first_process(data: str, skipped: Mapping[str, str]) -> None:
+def report_to_first(data: str, skipped: Mapping[str, str]) -> None:
     """Report images of some data that this process cannot read, with the reasons, to the first process. Does not wait."""
     if not skipped or not _shared() or not dist.get_rank():
         return
@@ -25,7 +25,7 @@ def tell_first_process(data: str, skipped: Mapping[str, str]) -> None:
     store.set(f"{_KEY}/{data}/{number}", json.dumps(dict(skipped)))
 
 
-def told_by_others(data: str) -> dict[str, str]:
+def collect_reports(data: str) -> dict[str, str]:
     """Return the images that other processes have reported to the first one so far; an empty dict in the others."""
     found: dict[str, str] = {}
     if not _shared() or dist.get_rank():

@@ -14,9 +14,9 @@ from PIL import Image, ImageSequence
 
 from ...core.errors import SpecError, format_fields
 from .batch_order import Size
-from .files import FileItems, image_suffixes, natural, walk_folders
-from .image_files import WHITE, Unreadable, prepared, read_image, read_size, readable
-from .image_sources import ImageSource, digest_of_bytes, digest_of_file, remembered, unreadable
+from .files import FileItems, list_image_suffixes, make_sort_key, walk_folders
+from .image_files import WHITE, Unreadable, check_readable, prepare, read_image, read_size
+from .image_sources import ImageSource, compute_digest, compute_file_digest, make_unreadable, remember
 
 VIDEOS = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi"})  # which the package av reads
 ANIMATED = frozenset({".gif", ".webp", ".apng", ".avif", ".png"})  # which may have several pictures
@@ -47,14 +47,14 @@ class VideoFile(ImageSource):
 
     def content(self) -> str:
         try:
-            return _digest([digest_of_file(file) for file in self.files[: self.frames]])
+            return _digest([compute_file_digest(file) for file in self.files[: self.frames]])
         except (OSError, ValueError) as error:
-            raise unreadable(self.name, error) from error
+            raise make_unreadable(self.name, error) from error
 
     def size(self) -> Size:
         file = self.files[0]
         try:
-            size: Size = remembered(file, "size", file.stat(), self._size)
+            size: Size = remember(file, "size", file.stat(), self._size)
             return size
         except (OSError, ValueError, Unreadable):
             return (0, 0)
@@ -62,7 +62,7 @@ class VideoFile(ImageSource):
     def _size(self) -> Size:
         if self.files[0].suffix.lower() not in VIDEOS:
             return read_size(self.files[0])
-        with readable(self.name):
+        with check_readable(self.name):
             _, first = next(_decoded(self.files[0]))
             return first.height, first.width
         return (0, 0)
@@ -71,18 +71,18 @@ class VideoFile(ImageSource):
         try:
             data = [file.read_bytes() for file in self.files[: self.frames]]
         except (OSError, ValueError) as error:
-            raise unreadable(self.name, error) from error
-        digest = _digest([digest_of_bytes(part) for part in data])
+            raise make_unreadable(self.name, error) from error
+        digest = _digest([compute_digest(part) for part in data])
         if self.in_folder:
             found = [
                 read_image(part, f"{self.name} ({file.name})", self.channels, self.background)
                 for part, file in zip(data, self.files, strict=False)
             ]
         else:
-            with readable(self.name, data[0]):
+            with check_readable(self.name, data[0]):
                 read = _decoded if self.files[0].suffix.lower() in VIDEOS else _animated
                 chosen = self._select_frames(read(io.BytesIO(data[0])))
-                found = [prepared(image, self.channels, self.background) for image in chosen]
+                found = [prepare(image, self.channels, self.background) for image in chosen]
         if len(found) < self.frames:
             at = f" at {self.fps:g} a second" if self.fps is not None and not self.in_folder else ""
             raise Unreadable(self.name, f"it has {len(found)} frames{at}, and 'frames' is {self.frames}")
@@ -107,7 +107,7 @@ class VideoFile(ImageSource):
 
 
 def _digest(digests: list[str]) -> str:
-    return digests[0] if len(digests) == 1 else digest_of_bytes("".join(digests).encode())
+    return digests[0] if len(digests) == 1 else compute_digest("".join(digests).encode())
 
 
 def _animated(file: io.BytesIO) -> Iterator[Shown]:
@@ -168,7 +168,7 @@ class VideoItems(FileItems):
         names = list[str]()
         for folder, folders, shown in walk_folders(top, skip):
             whole = [name for name in shown if _suffix(name) in VIDEOS or _is_animated(folder / name)]
-            stills = [name for name in shown if _suffix(name) in image_suffixes() and name not in whole]
+            stills = [name for name in shown if _suffix(name) in list_image_suffixes() and name not in whole]
             place = folder.relative_to(top)
             if stills and not whole and folder != top:
                 names.append(place.as_posix())
@@ -179,7 +179,7 @@ class VideoItems(FileItems):
                     notes.append(f"'{folder / stills[0]}' and {len(stills) - 1} more pictures are not in a video's folder")
         if filed := [name for name in names if _suffix(name) in VIDEOS and not os.path.isdir(top / name)]:
             _check_av(filed[0])
-        return sorted(names, key=natural)
+        return sorted(names, key=make_sort_key)
 
 
 def _suffix(name: str) -> str:
@@ -188,14 +188,14 @@ def _suffix(name: str) -> str:
 
 def _stills(folder: Path) -> list[str]:
     """Return the pictures directly in a folder, in natural order."""
-    names = (name for name in os.listdir(folder) if not name.startswith(".") and _suffix(name) in image_suffixes())
-    return sorted(names, key=natural)
+    names = (name for name in os.listdir(folder) if not name.startswith(".") and _suffix(name) in list_image_suffixes())
+    return sorted(names, key=make_sort_key)
 
 
 def _is_animated(file: Path) -> bool:
     """Return whether a picture's file has several pictures; a broken one of such a format counts, and is told when it is
     read."""
-    if _suffix(file.name) not in ANIMATED & image_suffixes():
+    if _suffix(file.name) not in ANIMATED & list_image_suffixes():
         return False
     try:
         with file.open("rb") as opened, Image.open(opened) as image:

@@ -17,19 +17,19 @@ from ...core.capture.isolation import get_random_state, set_random_state
 from ...core.errors import TrainError
 from ...core.spec.train_section import Data, Use
 from ..plugins import Plugins
-from ..random_draws import mixed, preserve_random_state, seed_all
+from ..random_draws import mix, preserve_random_state, seed_all
 from ..tasks.task import Task
 from .batch_order import Size
-from .collation import collated
-from .files import count_classes, names_of_classes
-from .image_files import as_image, rescaled
+from .collation import collate_key
+from .files import count_classes, name_classes
+from .image_files import convert_image, rescale
 from .loader import Loader, Transform
-from .sources import classes_of, items_of, keyed, labels_of
+from .sources import add_keys, get_classes, get_labels, make_items
 
 CHANNELS = (1, 3, 4)
 
 
-def loader_of(
+def make_loader(
     data: Any, batch: int, *, seed: int = 0, rank: int = 0, world: int = 1, train: bool = True, hooks: Plugins | None = None
 ) -> Loader | WrappedDataLoader:
     """Return batches of Python data: a Loader as it is, a torch DataLoader in a `WrappedDataLoader`, a map-style data set in a
@@ -40,7 +40,7 @@ def loader_of(
     if isinstance(data, DataLoader):
         return WrappedDataLoader(data, seed=seed, rank=rank, world=world, train=train, hooks=hooks)
     spec = Data(call=Use(type(data).__name__, {}))
-    items = items_of(data, spec, "the data")
+    items = make_items(data, spec, "the data")
     return Loader(items, spec, batch, seed=seed, rank=rank, world=world, train=train, hooks=hooks)
 
 
@@ -97,9 +97,9 @@ class WrappedDataLoader:
             raise TrainError(f"a plugin's {found[0]} has no effect inside a DataLoader: pass its data set instead")
         self.loader, self.items, self.seed, self.train, self.sampler = loader, loader.dataset, seed, train, sampler
         self.rank, self.skipped = rank, dict[str, str]()
-        names = classes_of(loader.dataset)
-        labels = labels_of(loader.dataset) if names is None else None
-        self.classes, self.class_count = names_of_classes(names, labels), count_classes(names, labels)
+        names = get_classes(loader.dataset)
+        labels = get_labels(loader.dataset) if names is None else None
+        self.classes, self.class_count = name_classes(names, labels), count_classes(names, labels)
         self.transform: Transform | None = None
         self._start = None if loader.generator is None else loader.generator.initial_seed()
 
@@ -127,9 +127,9 @@ class WrappedDataLoader:
         if isinstance(self.sampler, DistributedSampler):
             self.sampler.set_epoch(number)
         with preserve_random_state():
-            seed_all(mixed(self.seed, number))
+            seed_all(mix(self.seed, number))
             if self.loader.generator is not None and self._start is not None:
-                self.loader.generator.manual_seed(mixed(self._start, self.seed, number))
+                self.loader.generator.manual_seed(mix(self._start, self.seed, number))
             batches, states = iter(self.loader), get_random_state()
         for index in range(self.steps):
             with preserve_random_state():
@@ -152,11 +152,11 @@ class WrappedDataLoader:
         """Do nothing: the workers belong to the DataLoader."""
 
     def _batch(self, batch: Any, epoch: int, index: int, transform: Transform | None) -> dict[str, Any]:
-        found = keyed(batch, f"batch {index}")
+        found = add_keys(batch, f"batch {index}")
         for key in ("image", "condition"):
             if key in found:
                 with preserve_random_state():
-                    seed = mixed(self.seed, epoch, index, self.rank)
+                    seed = mix(self.seed, epoch, index, self.rank)
                     found[key] = _images(key, found[key], f"batch {index}", transform if key == "image" else None, seed)
         if isinstance(found.get("label"), Tensor) and not found["label"].is_floating_point():
             found["label"] = found["label"].long()
@@ -189,14 +189,14 @@ def _images(key: str, given: Any, name: str, transform: Transform | None, seed: 
         if given.shape[1] not in CHANNELS and given.shape[3] in CHANNELS:
             given = given.movedim(3, 1)  # numpy arrays, as torch collates them
         if transform is None and given.shape[1] != 4:
-            return rescaled(key, given)
+            return rescale(key, given)
     elif not isinstance(given, (list, tuple)):
         return given
     samples, made = [{"name": f"{name}[{row}]"} for row in range(len(given))], []
     for row, (image, sample) in enumerate(zip(given, samples, strict=True)):
-        seed_all(mixed(seed, row))
-        read = as_image(image, sample["name"])
+        seed_all(mix(seed, row))
+        read = convert_image(image, sample["name"])
         if isinstance(read, Image.Image):
             read = pil_to_tensor(read) if transform is None else transform(read, (read.height, read.width))
         made.append(read)
-    return collated(key, made, samples)
+    return collate_key(key, made, samples)

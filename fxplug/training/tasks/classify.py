@@ -19,9 +19,9 @@ from ...core.spec.pass_file import check_known, get_arguments
 from ...core.spec.task_section import ClassifyOptions
 from ...core.spec.train_section import Use, read_use
 from ...core.spec.yaml_source import check_number, validate
-from ..import_paths import construct, function_of
+from ..import_paths import construct, import_function
 from ..random_draws import Draws, preserve_random_state
-from .model_call import ModuleCall, check_labels, image_of, inputs_of
+from .model_call import ModuleCall, check_labels, get_images, list_inputs
 from .task import Batch, Task, TaskInfo, Totals
 
 CHOICES = {
@@ -66,7 +66,7 @@ class Classify(Task):
     def setup(self, module: nn.Module, info: TaskInfo) -> None:
         if info.trigger is not None:
             raise SpecError("has no effect: the task classify reads no captions", path=("data", "trigger"))
-        inputs = inputs_of(module)
+        inputs = list_inputs(module)
         image = next((name for name, i in inputs.items() if not i.fixed), None)
         if image is None:
             raise SpecError("the model has no inputs")
@@ -99,7 +99,7 @@ class Classify(Task):
         return Transform(options, self.channels, train)
 
     def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor:
-        image, label = image_of(batch), self._labels(batch)
+        image, label = get_images(batch), self._labels(batch)
         part = None
         if self.mixup or self.cutmix:
             image, part = self._mixed(image, draw)
@@ -238,4 +238,4 @@ def _criterion(given: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
         return given
     if isinstance(given, type):
         return construct(given, Use(given.__name__, {}), ("criterion",))  # type: ignore[no-any-return]
-    return function_of(read_use(given), ("criterion",), given=2)  # type: ignore[no-any-return]
+    return import_function(read_use(given), ("criterion",), given=2)  # type: ignore[no-any-return]

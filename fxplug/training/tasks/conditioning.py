@@ -25,10 +25,10 @@ from ...core.spec.train_section import Train, read_use
 from ...core.spec.yaml_source import describe_missing, validate
 from ...parallel.parallel_pass import ParallelPass
 from ..distributed import set_mode
-from ..import_paths import function_of
-from ..param_groups import BASE, choose, named_by
-from ..random_draws import Draws, seeded
-from .model_call import first_tensor
+from ..import_paths import import_function
+from ..param_groups import BASE, choose, find_parameters
+from ..random_draws import Draws, seed_within
+from .model_call import find_tensor
 
 LONGEST = 512  # tokens of a caption where neither the tokenizer nor the encoder says how many
 ENCODER = "text_encoder"  # what the names of a text encoder's parameters and groups begin with in a run
@@ -61,7 +61,7 @@ class Vae:
             if hasattr(inside, "mean") and hasattr(inside, "std") and not isinstance(inside, Tensor):
                 x: Tensor = inside.mean + inside.std * draw.like(inside.mean)
             else:
-                x = first_tensor(inside)
+                x = find_tensor(inside)
         x = x.float()
         x = (x - self.mean) / self.std if self.mean is not None and self.std is not None else x - self.shift
         return x * self.scale
@@ -72,7 +72,7 @@ class Vae:
         x = latents.float() / self.scale
         x = x * self.std + self.mean if self.mean is not None and self.std is not None else x + self.shift
         with torch.autocast(latents.device.type, enabled=False):
-            return first_tensor(self.module.decode(x.to(self.dtype))).float()  # type: ignore[operator]
+            return find_tensor(self.module.decode(x.to(self.dtype))).float()  # type: ignore[operator]
 
 
 class Text:
@@ -87,7 +87,7 @@ class Text:
         use = read_use(spec)
         self.name, self.device, self.encoder = use.name, device, None
         if ":" in use.name:
-            self.encode = function_of(use)
+            self.encode = import_function(use)
             if isinstance(self.encode, nn.Module):
                 self.encode.to(device).eval().requires_grad_(False)
         else:
@@ -188,7 +188,7 @@ class FolderText:
             raise SpecError(f"'{self.folder.name}' has two text encoders, and passes train in a pipeline with one only")
         found = read_passes(passes, base)
         ids = self.tokens(["", ""])
-        with seeded(seed):
+        with seed_within(seed):
             try:
                 module = trace(self.model, *self._call(ids, torch.ones_like(ids)))
             except FxplugError as error:
@@ -248,7 +248,7 @@ class FolderText:
         """Return the parameters that a pattern of `trainable` names, themselves or through a module around them."""
         named = dict(self.model.named_parameters())
         own = dict(zip(self.names, self.names, strict=True))
-        chosen = named_by(self.trainable, own, "the text encoder", ("trainable",))
+        chosen = find_parameters(self.trainable, own, "the text encoder", ("trainable",))
         return {name: named[name] for name in chosen}
 
     def _tokenized(self, captions: Sequence[str]) -> Any:

@@ -15,9 +15,18 @@ from ...core.spec.yaml_source import validate
 from ..random_draws import Draws
 from ..trigger import replace_trigger, with_trigger
 from .conditioning import Text, Vae
-from .losses import MSE, huber_delta, mean_loss, offset_noise, read_loss, sample_losses
-from .model_call import ModuleCall, ModuleInput, check_labels, default_call, embedding_rows, image_of, inputs_of, listed
-from .noise import open_noise, positions, read_density
+from .losses import MSE, add_offset, compute_huber_delta, compute_losses, compute_mean, read_loss
+from .model_call import (
+    ModuleCall,
+    ModuleInput,
+    check_labels,
+    count_embedding_rows,
+    format_inputs,
+    get_images,
+    list_inputs,
+    make_default_call,
+)
+from .noise import draw_positions, open_noise, read_density
 from .preservation import without_training
 from .task import Batch, Task, TaskInfo, Totals
 
@@ -102,17 +111,17 @@ class Denoise(Task):
         self.encoder = self.text.encoder if self.text is not None else None
         texts = self.text([""]) if self.text is not None else {}
         values = ["noisy", "time", *(["text"] if texts else []), *(f"text.{name}" for name in texts), "label", "condition"]
-        inputs = inputs_of(module)
-        self.call = ModuleCall(self.mapping if self.mapping is not None else default_call(inputs, texts), inputs, values)
+        inputs = list_inputs(module)
+        self.call = ModuleCall(self.mapping if self.mapping is not None else make_default_call(inputs, texts), inputs, values)
         self._check_inputs(inputs)
         label = next((name for name, source in self.call.mapping.items() if source == "label"), None)
-        self.rows = embedding_rows(module, label) if label else None
+        self.rows = count_embedding_rows(module, label) if label else None
         self.takes_label = label is not None
         if label and (self.dropout or self.guidance != 1):
             self.null_label = self._null_label()
         if texts and not any(self.call.uses(name) for name in ("text", *(f"text.{name}" for name in texts))):
             found = f"the call of the model uses no text; there are {', '.join(texts)}"
-            raise SpecError(f"{found}; {listed(inputs)}", path=("text",))
+            raise SpecError(f"{found}; {format_inputs(inputs)}", path=("text",))
         for option, idle in (("dropout", 0), ("guidance", 1)):
             if getattr(self, option) != idle and self.text is None and not label:
                 raise SpecError(f"{option} needs captions or labels, and the call of the model uses none", path=(option,))
@@ -176,11 +185,11 @@ class Denoise(Task):
         return {**found, "text_encoder": self.encoder.model, "tokenizer": self.encoder.tokenizer}
 
     def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor:
-        position = positions(self.density, len(image_of(batch)), draw)
+        position = draw_positions(self.density, len(get_images(batch)), draw)
         dropout = self._dropout(batch)
         if self.info.classes is None and self.null_label is not None and "label" in batch:
             self._check_no_class(batch)
-        return mean_loss(self._losses(module, batch, draw, position, dropout, preserve=self.preserve is not None), batch)
+        return compute_mean(self._losses(module, batch, draw, position, dropout, preserve=self.preserve is not None), batch)
 
     def _dropout(self, batch: Batch) -> float | Tensor:
         """Return the probability that a sample loses its caption or label: its own if it has one (not nan), else the task's."""
@@ -198,7 +207,7 @@ class Denoise(Task):
                 check_labels(batch, self.rows, None, "rows for classes")
             for place in TESTED:
                 draw = FixedDraws(batch, self.info.device)
-                position = torch.full((len(image_of(batch)),), place, device=self.info.device)
+                position = torch.full((len(get_images(batch)),), place, device=self.info.device)
                 losses = self._losses(module, batch, draw, position, 0.0)
                 total, count = total + float(losses.double().sum()), count + len(losses)
         return {"loss": (total, count)}
@@ -268,7 +277,7 @@ class Denoise(Task):
             finding = f"the images have {x.shape[1]} channels, and the model was traced with {self.shape[0]}"
             hint = "set 'channels' to read them otherwise, or 'vae' to make latents"
             raise SpecError(f"{finding}: {hint}", path=("data", "channels"))
-        noise = offset_noise(draw.like(x), draw, self.noise_offset)
+        noise = add_offset(draw.like(x), draw, self.noise_offset)
         index = (position * self.noise.steps).long().clamp(0, self.noise.steps - 1)
         dropped = draw.uniform(len(x)) < dropout
         batch["timesteps"] = self.noise.time(index)
@@ -284,7 +293,7 @@ class Denoise(Task):
         if predicted.shape != target.shape:
             found = f"the model returns {list(predicted.shape)} for {list(x.shape)}"
             raise SpecError(f"{found}, but a prediction must have the shape of the noisy input")
-        losses = sample_losses(predicted, target, batch, self.loss_kind, self._delta(index))
+        losses = compute_losses(predicted, target, batch, self.loss_kind, self._delta(index))
         losses = losses * self.noise.weight(index)
         return losses + self.preserve_weight * kept if preserve else losses
 
@@ -292,7 +301,7 @@ class Denoise(Task):
         """Return the delta of a Huber loss at these steps; None for another loss."""
         if self.loss_kind.name == "mse":
             return None
-        return huber_delta(self.loss_kind, self.noise.share(index), self.noise.ratio(index))
+        return compute_huber_delta(self.loss_kind, self.noise.share(index), self.noise.ratio(index))
 
     def _predict(self, module: nn.Module, x: Tensor, time: Tensor, conditions: Mapping[str, Any]) -> Tensor:
         found = self.call(module, {"noisy": x, "time": time, **conditions})
@@ -322,7 +331,7 @@ class Denoise(Task):
         predicted, new = self._predict(module, torch.cat([noisy, noisy]), torch.cat([time, time]), both).chunk(2)
         with torch.no_grad():
             before = self._predict(self.untrained, noisy, time, of_class)
-        return predicted, sample_losses(new, before, {}, MSE)
+        return predicted, compute_losses(new, before, {}, MSE)
 
     def _without(self, batch: Batch, every: Tensor) -> tuple[Batch, Tensor]:
         """Return the batch with the negative caption for every sample, and which of its samples lose caption and label."""
@@ -355,7 +364,7 @@ class Denoise(Task):
 
     def _check_inputs(self, inputs: Mapping[str, ModuleInput]) -> None:
         if not self.call.uses("noisy"):
-            raise SpecError(f"nothing in 'call' is 'noisy'; {listed(inputs)}", path=("call",))
+            raise SpecError(f"nothing in 'call' is 'noisy'; {format_inputs(inputs)}", path=("call",))
         for name, source in self.call.mapping.items():
             if source == "time" and inputs[name].shape == ():
                 raise SpecError(
@@ -401,7 +410,7 @@ class Denoise(Task):
         seen = next(inputs[name].shape for name, source in self.call.mapping.items() if source == "noisy") or ()
         size: tuple[int, ...] = self.info.size
         if not all(size) and self.info.examples is not None:
-            size = tuple(image_of(self.info.examples(1)).shape[2:])
+            size = tuple(get_images(self.info.examples(1)).shape[2:])
         if self.vae is not None:
             channels = getattr(getattr(self.vae.module, "config", None), "in_channels", 3)
             empty = torch.zeros(1, channels, *size, device=self.info.device)
@@ -425,7 +434,7 @@ class Denoise(Task):
         count = self.wanted if isinstance(self.wanted, int) else len(self.wanted)
         batch = self.info.examples(count) if self.info.examples is not None and count else {}
         if batch:
-            batch = rows_of(batch, [row % len(image_of(batch)) for row in range(count)])
+            batch = take_rows(batch, [row % len(get_images(batch)) for row in range(count)])
         if isinstance(self.wanted, list):
             label = all(isinstance(item, int) for item in self.wanted)
             captions = [with_trigger(str(caption), self.info.trigger) for caption in self.wanted]
@@ -443,12 +452,12 @@ def _joined(first: Any, second: Any) -> Any:
     return [*first, *second] if isinstance(second, (list, tuple)) else second
 
 
-def rows_of(values: Any, rows: list[int]) -> Any:
+def take_rows(values: Any, rows: list[int]) -> Any:
     """Return some rows of a batch, in order and possibly repeated."""
     if isinstance(values, Mapping):
-        return {name: rows_of(value, rows) for name, value in values.items()}
+        return {name: take_rows(value, rows) for name, value in values.items()}
     if isinstance(values, (list, tuple)) and not isinstance(values[0], str):  # of samples that hold lists
-        return [rows_of(value, rows) for value in values]
+        return [take_rows(value, rows) for value in values]
     return values[rows] if isinstance(values, Tensor) else [values[row] for row in rows]
 
 
@@ -456,7 +465,7 @@ class FixedDraws:
     """Draws that depend on the sample alone, by its place in the data: the same in every batch and process."""
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
-        places = batch["index"].tolist() if "index" in batch else range(len(image_of(batch)))
+        places = batch["index"].tolist() if "index" in batch else range(len(get_images(batch)))
         self.generators = [torch.Generator().manual_seed(int(place)) for place in places]
         self.device = device
 

@@ -36,7 +36,7 @@ def read_loss(use: Use) -> Use:
     return Use(use.name, found)
 
 
-def huber_delta(loss: Use, share: Tensor, ratio: Tensor) -> Tensor:
+def compute_huber_delta(loss: Use, share: Tensor, ratio: Tensor) -> Tensor:
     """Return where the loss of each sample turns from a square to an absolute value, float32 [b] (arXiv 2403.16728).
 
     Args:
@@ -54,7 +54,7 @@ def huber_delta(loss: Use, share: Tensor, ratio: Tensor) -> Tensor:
     return (1 - constant) / (1 + ratio) ** 2 + constant if loss.options["schedule"] == "snr" else constant
 
 
-def sample_losses(predicted: Tensor, target: Tensor, batch: Batch, loss: Use, delta: Tensor | None = None) -> Tensor:
+def compute_losses(predicted: Tensor, target: Tensor, batch: Batch, loss: Use, delta: Tensor | None = None) -> Tensor:
     """Compute the loss of each sample: the mean over all but its first dimension.
 
     Where the batch has a `loss_mask`, [b, 1, h, w] in [0, 1], it is resized to the height and width of the predictions, as
@@ -99,7 +99,7 @@ def _resized(mask: Tensor, like: Tensor) -> Tensor:
     return resized.reshape(len(like), *[1] * (like.dim() - 3), *like.shape[-2:])
 
 
-def offset_noise(noise: Tensor, draw: Any, offset: float) -> Tensor:
+def add_offset(noise: Tensor, draw: Any, offset: float) -> Tensor:
     """Add to noise [b, c, ...] one number for each sample and channel, drawn with the deviation `offset`.
 
     A model that has learnt with it draws pictures that are darker and brighter as a whole (Guttenberg 2023, "Diffusion With
@@ -112,7 +112,7 @@ def offset_noise(noise: Tensor, draw: Any, offset: float) -> Tensor:
     return noise + offset * drawn
 
 
-def mean_loss(losses: Tensor, batch: Batch) -> Tensor:
+def compute_mean(losses: Tensor, batch: Batch) -> Tensor:
     """Return the mean over the samples of a batch, weighted by its `loss_scale` where it has one.
 
     Samples that are prior images (`prior`, bool [b]) count beside the others: the sum of both is divided by the number of the

@@ -36,7 +36,7 @@ class ModuleInput:
     __repr__ = format_fields
 
 
-def inputs_of(module: nn.Module) -> dict[str, ModuleInput]:
+def list_inputs(module: nn.Module) -> dict[str, ModuleInput]:
     """Return the inputs of a module by name. Of a module that was not traced only the names are known."""
     if not isinstance(module, fx.GraphModule):
         parameters = inspect.signature(module.forward).parameters.values()
@@ -81,7 +81,7 @@ class ModuleCall:
         for name, source in self.mapping.items():
             if name not in inputs:
                 hint = did_you_mean(name, inputs)
-                raise SpecError(f"the model has no input '{name}'{hint}; {listed(inputs)}", path=("call",), key=name)
+                raise SpecError(f"the model has no input '{name}'{hint}; {format_inputs(inputs)}", path=("call",), key=name)
             if inputs[name].fixed:
                 raise SpecError(
                     f"the model was traced with {name}={inputs[name].value!r}, which is part of the graph: give a tensor for "
@@ -93,7 +93,7 @@ class ModuleCall:
         if missing:
             text = f"the model needs '{missing[0]}', and no value is set for it"
             hint = f"write call: {{{missing[0]}: ...}} with one of {', '.join(known)}"
-            raise SpecError(f"{text}; {hint}; {listed(inputs)}", path=("call",))
+            raise SpecError(f"{text}; {hint}; {format_inputs(inputs)}", path=("call",))
 
     def uses(self, name: str) -> bool:
         """Return whether the value of that name is passed to the module."""
@@ -102,7 +102,7 @@ class ModuleCall:
     def __call__(self, module: nn.Module, values: Mapping[str, Any]) -> Tensor:
         given = {name: self._value(source, values, self.inputs[name].dtype) for name, source in self.mapping.items()}
         constants = {name: i.value for name, i in self.inputs.items() if i.fixed}
-        return first_tensor(module(**given, **constants))
+        return find_tensor(module(**given, **constants))
 
     def _value(self, source: Any, values: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
         if isinstance(source, Mapping):
@@ -130,7 +130,7 @@ def _check_sources(source: Any, known: Collection[str], path: tuple[str, ...]) -
             raise SpecError(f"no value '{name}'{did_you_mean(name, known)}; there are {', '.join(known)}", path=path)
 
 
-def default_call(inputs: Mapping[str, ModuleInput], texts: Mapping[str, Tensor]) -> dict[str, str]:
+def make_default_call(inputs: Mapping[str, ModuleInput], texts: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the default arguments of a denoising model by the names of its inputs. Raises SpecError if the names are
     unknown."""
     free = [name for name, i in inputs.items() if not i.fixed]
@@ -140,18 +140,18 @@ def default_call(inputs: Mapping[str, ModuleInput], texts: Mapping[str, Tensor])
         if name is not None:
             found[name] = value
         elif value != "label":
-            hint = f"write call: {{NAME: {value}, ...}}"
-            raise SpecError(f"no input of the model has a name that means '{value}'; {hint}; {listed(inputs)}", path=("call",))
+            hint = f"write call: {{NAME: {value}, ...}}; {format_inputs(inputs)}"
+            raise SpecError(f"no input of the model has a name that means '{value}'; {hint}", path=("call",))
     return found | {n: "condition" for n in free if inputs[n].added and (n == "cond" or n.endswith("_cond"))}
 
 
-def listed(inputs: Mapping[str, ModuleInput]) -> str:
+def format_inputs(inputs: Mapping[str, ModuleInput]) -> str:
     """List the inputs of a model that can be set, as text."""
     names = [f"{n} {list(i.shape)}" if i.shape is not None else n for n, i in inputs.items() if not i.fixed]
     return f"its inputs are {', '.join(names)}"
 
 
-def first_tensor(result: Any) -> Tensor:
+def find_tensor(result: Any) -> Tensor:
     """Return the first tensor of a result: itself, of a tuple, or of an output class."""
     if isinstance(result, Tensor):
         return result
@@ -163,7 +163,7 @@ def first_tensor(result: Any) -> Tensor:
     raise SpecError(f"the model returns a {type(result).__name__} without a tensor")
 
 
-def embedding_rows(module: nn.Module, name: str) -> int | None:
+def count_embedding_rows(module: nn.Module, name: str) -> int | None:
     """Return the number of rows of the embedding that reads an input of a traced module; None if there is none."""
     if not isinstance(module, fx.GraphModule):
         return None
@@ -181,7 +181,7 @@ def embedding_rows(module: nn.Module, name: str) -> int | None:
     return None
 
 
-def image_of(batch: Mapping[str, Any]) -> Tensor:
+def get_images(batch: Mapping[str, Any]) -> Tensor:
     """Return the images of a batch. Raises SpecError for data without an `image`."""
     if "image" not in batch:
         found = ", ".join(name for name in batch if name not in ("index", "name")) or "nothing"

@@ -232,7 +232,7 @@ def read_density(use: Use, more: Collection[str] = ()) -> Use:
     return Use(use.name, {**known[use.name], **use.options})
 
 
-def positions(density: Use, count: int, draw: Draws) -> Tensor:
+def draw_positions(density: Use, count: int, draw: Draws) -> Tensor:
     """Draw positions float32 [count] from 0 to 1 in a scheduler's order, as Stable Diffusion 3 draws them (arXiv
     2403.03206)."""
     if density.name == "logit_normal":
@@ -269,10 +269,10 @@ def open_noise(
     if latents and "clip_sample" in get_arguments(kind).names:
         config.setdefault("clip_sample", False)  # clipping is for pixels in [-1, 1]
     options = {"prediction": prediction, "snr_gamma": snr_gamma, "weighting": weighting, "time_scale": time_scale}
-    return noise_of(kind, config, flow, **options)  # type: ignore[arg-type]
+    return make_noise(kind, config, flow, **options)  # type: ignore[arg-type]
 
 
-def noise_of(
+def make_noise(
     kind: type,
     config: dict[str, Any],
     flow: bool,

@@ -16,8 +16,8 @@ from ...core.errors import SpecError
 from ...pipelines.denoiser_call import DenoiserCall, SampleCondition
 from ...pipelines.opening import call_parameters
 from ..data.image_sources import PlacedImage
-from ..image_encoding import still_readable
-from .pipeline_encoders import Encoders, pictures_of
+from ..image_encoding import check_still_readable
+from .pipeline_encoders import Encoders, get_pictures
 from .task import Batch
 
 # the arguments of pipelines that take a picture beside the caption, the likeliest first
@@ -64,7 +64,7 @@ class MemoryStore:
             self.size -= self.kept.popitem(last=False)[1].nbytes
 
 
-def picture_argument(pipe: Any, call: Mapping[str, Any]) -> str | None:
+def find_picture_argument(pipe: Any, call: Mapping[str, Any]) -> str | None:
     """Return the argument in which a pipeline takes the picture that a sample has beside its caption.
 
     Args:
@@ -94,11 +94,11 @@ def as_pictures(condition: Tensor) -> list[Image.Image]:
     return [Image.fromarray(row[:, :, 0] if row.shape[2] == 1 else row[:, :, :3]).convert("RGB") for row in rows]
 
 
-def picture_arguments(argument: str | None, picture: Image.Image, own: Image.Image | None = None) -> dict[str, Any]:
+def make_picture_arguments(argument: str | None, picture: Image.Image, own: Image.Image | None = None) -> dict[str, Any]:
     """Return the arguments of a pipeline for a sample's condition.
 
     Args:
-        argument: What `picture_argument` has found.
+        argument: What `find_picture_argument` has found.
         picture: The condition.
         own: The sample's own picture, for a mask.
 
@@ -205,13 +205,13 @@ class Conditions:
     def picture_arguments(self, pictures: Sequence[Picture]) -> dict[str, Any]:
         """Return the arguments of the pipeline for the pictures of a sample. Raises TrainError for one that cannot be read any
         more."""
-        return picture_arguments(self.argument, *map(_opened, pictures)) if pictures else {}
+        return make_picture_arguments(self.argument, *map(_opened, pictures)) if pictures else {}
 
     def pictures(self, batch: Batch, count: int) -> list[Sequence[Picture]]:
         """Return the condition of each sample, with its own picture where that is a mask; none without conditions."""
         if self.argument is None or "condition" not in batch:
             return [()] * count
-        given = [batch["condition"], *([pictures_of(batch)] if self.argument == MASK else [])]
+        given = [batch["condition"], *([get_pictures(batch)] if self.argument == MASK else [])]
         scaled = [value / 2 + 0.5 if place and isinstance(value, Tensor) else value for place, value in enumerate(given)]
         each = [as_pictures(value) if isinstance(value, Tensor) else value for value in scaled]
         return list(zip(*each, strict=True))
@@ -220,7 +220,7 @@ class Conditions:
 def _named(value: Any) -> str:
     """Return a text that differs for other arguments: of pictures for other pixels. Raises TrainError."""
     if isinstance(value, PlacedImage):
-        with still_readable():
+        with check_still_readable():
             return json.dumps(value.key, sort_keys=True)
     if isinstance(value, Image.Image):
         return f"{value.mode} {value.size} {hashlib.sha256(value.tobytes()).hexdigest()}"
@@ -231,12 +231,12 @@ def _opened(picture: Picture) -> Image.Image:
     """Return a picture with its pixels. Raises TrainError where it cannot be read any more."""
     if not isinstance(picture, PlacedImage):
         return picture
-    with still_readable():
+    with check_still_readable():
         pixels = picture.read()[None]
     return as_pictures(pixels if picture.kind == "condition" else pixels / 2 + 0.5)[0]
 
 
-def grouped(conditions: Sequence[SampleCondition], alone: bool = False) -> list[list[int]]:
+def group(conditions: Sequence[SampleCondition], alone: bool = False) -> list[list[int]]:
     """Group samples whose conditions have one form.
 
     Args:

@@ -18,18 +18,18 @@ from ...core.spec.train_section import Use, read_use
 from ...core.spec.yaml_source import validate
 from ...pipelines.denoiser_call import SampleCondition
 from ...pipelines.observation import PROMPTS
-from ...pipelines.recorded_run import components_of
-from ..distributed import most_of_all
+from ...pipelines.recorded_run import get_components
+from ..distributed import find_largest
 from ..encoded_cache import EncodedCache
-from ..image_encoding import encode_images, encoded, still_readable
+from ..image_encoding import check_still_readable, encode_batch, encode_images
 from ..random_draws import Draws, preserve_random_state
 from ..trigger import replace_trigger, with_trigger
-from .denoise import TESTED, FixedDraws, rows_of
-from .losses import MSE, huber_delta, mean_loss, offset_noise, read_loss, sample_losses
-from .noise import positions, read_density
-from .pipeline_conditions import Store, grouped
-from .pipeline_encoders import Size, pictures_of, sampled, size_of
-from .pipeline_samples import PipelineSamples, sample_arguments
+from .denoise import TESTED, FixedDraws, take_rows
+from .losses import MSE, add_offset, compute_huber_delta, compute_losses, compute_mean, read_loss
+from .noise import draw_positions, read_density
+from .pipeline_conditions import Store, group
+from .pipeline_encoders import Size, draw_sample, get_pictures, get_size
+from .pipeline_samples import PipelineSamples, make_sample_arguments
 from .preservation import without_training
 from .sized_parts import SizedPart, SizedParts
 from .task import Batch, Task, TaskInfo, Totals
@@ -129,13 +129,13 @@ class PipelineDenoise(Task):
 
     def setup(self, module: nn.Module, info: TaskInfo) -> None:
         self.info, self.device = info, info.device
-        if not hasattr(self.pipe, "to") or not components_of(self.pipe):
+        if not hasattr(self.pipe, "to") or not get_components(self.pipe):
             raise SpecError(f"must be a pipeline of diffusers, not {quote(self.pipe, 80)}", path=("model", "pipeline"))
         if self.pipe.device.type != info.device.type:
             self.pipe.to(info.device)
         example = info.examples(1) if info.examples is not None else {}
         known = list(info.sizes) or ([info.size] if all(info.size) else [])
-        first = size_of(example) if example else ()
+        first = get_size(example) if example else ()
         sizes = dict.fromkeys([*([first] if first else []), *((*first[:-2], *size) for size in known)])
         if not sizes:
             raise SpecError("the size of the pictures is not known: set 'size'", path=("data", "size"))
@@ -146,7 +146,7 @@ class PipelineDenoise(Task):
         )
         self.sized.take_condition(example)
         self.size: Size = next(iter(sizes))
-        self.sample_call = sample_arguments(self.pipe, self.given, self.guidance, self.negative)
+        self.sample_call = make_sample_arguments(self.pipe, self.given, self.guidance, self.negative)
         for size in sizes:
             self.sized.of(size, check=True)
             self.part = self.sized.part
@@ -161,7 +161,7 @@ class PipelineDenoise(Task):
                 self.untrained = without_training(module)
         self.sampler = PipelineSamples(self.pipe, self.part, self.sized.encoders)
         if self.open_latents is not None:
-            self.latents = self.open_latents(components_of(self.pipe)[self.sized.of(self.size).call.observation.vae])
+            self.latents = self.open_latents(get_components(self.pipe)[self.sized.of(self.size).call.observation.vae])
 
     def _trace_form(self, module: Variants, size: Size) -> None:
         """Let a module that takes several forms of call have that of the training, of this size."""
@@ -187,21 +187,21 @@ class PipelineDenoise(Task):
         self.dropout = float(share)
 
     def parts(self) -> dict[str, Any]:
-        found = components_of(self.pipe)
+        found = get_components(self.pipe)
         names = ("scheduler", "vae", "text_encoder", "tokenizer")
         return {name: found[name] for name in names if found.get(name) is not None}
 
     def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor:
-        image = pictures_of(batch)
+        image = get_pictures(batch)
         density = Use("uniform", {}) if self.density.name == AS_SAMPLED else self.density
-        position = positions(density, len(image), draw)
+        position = draw_positions(density, len(image), draw)
         own = batch.get("cond_dropout")
         dropout = self.dropout if own is None else torch.where(own.isnan(), self.dropout, own)
         preserve = self.preserve is not None
         if preserve and draw.world > 1:
             raise SpecError("is for one process", path=("train", "task", "denoise", "preserve"))
         losses = self._losses(module, batch, draw, position, dropout, alike=draw.world > 1, preserve=preserve)
-        return mean_loss(losses, batch)
+        return compute_mean(losses, batch)
 
     @torch.no_grad()
     def test(self, module: nn.Module, batches: Iterable[Batch]) -> Totals:
@@ -209,7 +209,7 @@ class PipelineDenoise(Task):
         total, count = 0.0, 0
         for batch in batches:
             for place in TESTED:
-                count_of_batch = len(pictures_of(batch))
+                count_of_batch = len(get_pictures(batch))
                 draw = FixedDraws({"index": torch.arange(count_of_batch), **batch}, self.device)
                 position = torch.full((count_of_batch,), place, device=self.device)
                 losses = self._losses(module, batch, draw, position, 0.0, alike=not isinstance(module, TracedModule))
@@ -227,24 +227,24 @@ class PipelineDenoise(Task):
         preserve: bool = False,
     ) -> Tensor:
         """Return the weighted loss of each sample, float32 [b]; `alike` says that processes call the module equally often."""
-        one = self.sized.of(size_of(batch))
+        one = self.sized.of(get_size(batch))
         mask = self._mask(batch)
         x = self._latents(batch, draw, one)
         noise = draw.like(x)
         if self.noise_offset:
-            noise = one.call.as_latents(offset_noise(one.call.as_decoded(noise), draw, self.noise_offset))
+            noise = one.call.as_latents(add_offset(one.call.as_decoded(noise), draw, self.noise_offset))
         steps = one.steps.to(position.device)
         index = steps[(position * len(steps)).long().clamp(0, len(steps) - 1)]
         dropped = draw.uniform(len(x)) < dropout
         batch["timesteps"] = one.noise.time(index)
         noisy, target = one.noise.noisy(x, noise, index), one.noise.target(x, noise, index)
         conditions = one.conditions.of(batch, self._captions(batch, dropped))
-        groups = grouped(conditions, alone=bool(one.call.batching.lists))
+        groups = group(conditions, alone=bool(one.call.batching.lists))
         if len(groups) == 1 and not alike:
             losses = self._of_group(module, one, conditions, noisy, index, target, mask)
         else:
             losses = torch.zeros(len(x), device=x.device)
-            for number in range(most_of_all(len(groups)) if alike else len(groups)):
+            for number in range(find_largest(len(groups)) if alike else len(groups)):
                 rows = groups[min(number, len(groups) - 1)]
                 part = {name: value[rows] for name, value in mask.items()}
                 own = [conditions[n] for n in rows]
@@ -260,12 +260,12 @@ class PipelineDenoise(Task):
         captions = [replace_trigger(text, str(self.info.trigger), str(self.preserve)) for text in batch["caption"]]
         conditions = one.conditions.of(batch, captions)
         kept = torch.zeros(len(noisy), device=noisy.device)
-        for rows in grouped(conditions, alone=bool(one.call.batching.lists)):
+        for rows in group(conditions, alone=bool(one.call.batching.lists)):
             call = one.call([conditions[n] for n in rows], noisy[rows], one.noise.time(index[rows]))
             new = one.call.predictions(module(**call), len(rows))
             with torch.no_grad():
                 before = one.call.predictions(self.untrained(**call), len(rows))
-            kept = kept.index_add(0, torch.tensor(rows, device=kept.device), sample_losses(new, before, {}, MSE))
+            kept = kept.index_add(0, torch.tensor(rows, device=kept.device), compute_losses(new, before, {}, MSE))
         return kept
 
     def _of_group(
@@ -282,10 +282,10 @@ class PipelineDenoise(Task):
         found = one.call.predictions(module(**one.call(conditions, noisy, one.noise.time(index))), len(noisy))
         delta = None
         if self.loss_kind.name != "mse":
-            delta = huber_delta(self.loss_kind, one.noise.share(index), one.noise.ratio(index))
+            delta = compute_huber_delta(self.loss_kind, one.noise.share(index), one.noise.ratio(index))
         if "loss_mask" in batch:
-            return sample_losses(one.call.as_decoded(found), one.call.as_decoded(target), batch, self.loss_kind, delta)
-        return sample_losses(found, target.flatten(1), batch, self.loss_kind, delta)
+            return compute_losses(one.call.as_decoded(found), one.call.as_decoded(target), batch, self.loss_kind, delta)
+        return compute_losses(found, target.flatten(1), batch, self.loss_kind, delta)
 
     def _captions(self, batch: Batch, dropped: Tensor) -> list[str]:
         """Return the captions of a batch, empty where they are dropped; all are without captions in the data."""
@@ -294,15 +294,15 @@ class PipelineDenoise(Task):
 
     def _latents(self, batch: Batch, draw: Any, one: SizedPart) -> Tensor:
         """Return the scheduler's latents of the pictures of a batch, float32."""
-        rows = encoded(batch, self.latents, functools.partial(self.sized.encoders.latents, seen=one.call.observation))
-        return one.call.latents(sampled(rows, draw, self.device))
+        rows = encode_batch(batch, self.latents, functools.partial(self.sized.encoders.latents, seen=one.call.observation))
+        return one.call.latents(draw_sample(rows, draw, self.device))
 
     def _mask(self, batch: Batch) -> Batch:
         """Return the masks of a batch as `loss_mask`, float32 [b, 1, h, w] in [0, 1]; nothing without masks."""
         masks = batch.get("loss_mask")
         if masks is None or isinstance(masks, Tensor):
             return {} if masks is None else {"loss_mask": masks}
-        with still_readable():
+        with check_still_readable():
             return {"loss_mask": torch.stack([mask.read() for mask in masks]).to(self.device)}
 
     # --- what is encoded before the training
@@ -337,7 +337,7 @@ class PipelineDenoise(Task):
 
     def _encode_conditions(self, batch: Batch) -> None:
         """Encode the conditions that a sample, as a batch of one, may have in the training."""
-        one, own = self.sized.of(size_of(batch)), batch.get("cond_dropout")
+        one, own = self.sized.of(get_size(batch)), batch.get("cond_dropout")
         dropout = self.dropout if own is None else float(torch.where(own.isnan(), self.dropout, own).max())
         views = [batch]
         if "flipped" in batch and "condition" in batch:
@@ -426,7 +426,7 @@ class PipelineDenoise(Task):
         count = max(self.wanted if isinstance(self.wanted, int) else len(self.wanted), at_least)
         batch: Batch = self.info.examples(count) if self.info.examples is not None and count else {}
         if batch:
-            batch = rows_of(batch, [row % len(pictures_of(batch)) for row in range(count)])
+            batch = take_rows(batch, [row % len(get_pictures(batch)) for row in range(count)])
         if isinstance(self.wanted, list) and self.wanted:
             batch["caption"] = [with_trigger(caption, self.info.trigger) for caption in self.wanted]
         batch.setdefault("caption", [""] * count)
@@ -456,7 +456,7 @@ def _check_options(options: Mapping[str, Any], known: Collection[str] = ()) -> N
             raise SpecError(finding, path=(name,))
 
 
-def pipeline_task(
+def make_pipeline_task(
     pipe: Any, call: Mapping[str, Any] | None, part: str | None, use: Use, **caches: Any
 ) -> PipelineDenoise:
     """Make the task of a configuration whose model is a pipeline's.

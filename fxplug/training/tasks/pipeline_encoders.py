@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ...core.errors import SpecError, get_first_line
 from ...pipelines.observation import Observation
-from ...pipelines.recorded_run import components_of
+from ...pipelines.recorded_run import get_components
 from ..data.image_sources import PlacedImage
-from .model_call import first_tensor, image_of
+from .model_call import find_tensor, get_images
 from .task import Batch
 
 Size = tuple[int, ...]  # height and width; frames, height and width of videos
@@ -30,7 +30,7 @@ class Encoders:
     def leave(self, part: str) -> None:
         """Move all models but `part` to the CPU, those that can be moved; a run on the CPU moves none."""
         if self.device.type != "cpu":
-            parts = components_of(self.pipe)
+            parts = get_components(self.pipe)
             held = {id(parameter) for parameter in parts[part].parameters()}
             others = [name for name, other in parts.items() if name != part and _can_move(other, held)]
             self._move_away(others)
@@ -38,11 +38,11 @@ class Encoders:
     def _move_away(self, names: Iterable[str]) -> None:
         self.away = tuple(names)
         for name in self.away:
-            components_of(self.pipe)[name].to("cpu")
+            get_components(self.pipe)[name].to("cpu")
 
     def bring_back(self) -> None:
         """Move what has left to the device of the run, where it stays."""
-        parts, away = components_of(self.pipe), self.away
+        parts, away = get_components(self.pipe), self.away
         self.away = ()
         for name in away:
             parts[name].to(self.device)
@@ -74,8 +74,8 @@ class Encoders:
         """
         if seen.vae in self.away:
             self.bring_back()
-        vae = components_of(self.pipe)[seen.vae]
-        frames = first_tensor([seen.to_decoder.like]).dim() == 5
+        vae = get_components(self.pipe)[seen.vae]
+        frames = find_tensor([seen.to_decoder.like]).dim() == 5
         dtype = next((p.dtype for p in vae.parameters()), torch.float32)
         image = image.to(self.device)
         with torch.autocast(self.device.type, enabled=False):
@@ -89,7 +89,7 @@ class Encoders:
             if hasattr(inside, "mean") and hasattr(inside, "std") and not isinstance(inside, Tensor):
                 made = {"mean": inside.mean, "std": inside.std}
             else:
-                made = {"latents": first_tensor(inside)}
+                made = {"latents": find_tensor(inside)}
         return {name: value[0].float().cpu() for name, value in made.items()}
 
 
@@ -101,7 +101,7 @@ def _can_move(part: Any, held: set[int]) -> bool:
     return not any(id(parameter) in held for parameter in part.parameters())
 
 
-def sampled(rows: Sequence[Mapping[str, Tensor]], draw: Any, device: torch.device) -> Tensor:
+def draw_sample(rows: Sequence[Mapping[str, Tensor]], draw: Any, device: torch.device) -> Tensor:
     """Draw a sample of what a VAE has made of each picture.
 
     Args:
@@ -119,13 +119,13 @@ def sampled(rows: Sequence[Mapping[str, Tensor]], draw: Any, device: torch.devic
     return drawn
 
 
-def pictures_of(batch: Batch) -> Tensor | list[PlacedImage]:
+def get_pictures(batch: Batch) -> Tensor | list[PlacedImage]:
     """Return the pictures or videos of a batch, decoded or not. Raises SpecError for data without."""
-    found: Tensor | list[PlacedImage] = batch["video"] if "video" in batch and "image" not in batch else image_of(batch)
+    found: Tensor | list[PlacedImage] = batch["video"] if "video" in batch and "image" not in batch else get_images(batch)
     return found
 
 
-def size_of(batch: Batch) -> Size:
+def get_size(batch: Batch) -> Size:
     """Return the size of the pictures or videos of a batch. Raises SpecError for data without."""
-    found = pictures_of(batch)
+    found = get_pictures(batch)
     return tuple(found.shape[2:]) if isinstance(found, Tensor) else found[0].sides

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...core.errors import SpecError, get_first_line
 from ...pipelines.observation import Observation, call_pipeline
-from ...pipelines.recorded_run import components_of
-from .noise import PREDICTIONS, Diffusion, Flow, noise_of
+from ...pipelines.recorded_run import get_components
+from .noise import PREDICTIONS, Diffusion, Flow, make_noise
 
 FLOWS = ("flow", "flow_prediction")
 DENSE = 200  # steps that find the times of one of two denoisers
@@ -44,7 +44,7 @@ def open_scheduler(scheduler: Any, *, snr_gamma: float | None = None, weighting:
         found = f"the prediction '{given}'" if given not in PREDICTIONS else "no products of alphas"
         raise refused(scheduler, f"it has {found}, and training knows {', '.join(PREDICTIONS)}")
     try:
-        made = noise_of(kind, config, flow, snr_gamma=snr_gamma, weighting=weighting)
+        made = make_noise(kind, config, flow, snr_gamma=snr_gamma, weighting=weighting)
     except SpecError:
         raise
     except Exception as error:  # the scheduler's
@@ -83,7 +83,7 @@ def take_sampled(noise: Diffusion | Flow, pipe: Any, observation: Observation) -
     return steps.clamp(0, noise.steps - 1)
 
 
-def steps_of_part(noise: Diffusion | Flow, pipe: Any, observation: Observation) -> Tensor:
+def list_part_steps(noise: Diffusion | Flow, pipe: Any, observation: Observation) -> Tensor:
     """Return the steps of `noise` at whose times a pipeline with several denoisers calls this one, int64 [n]."""
     if not observation.others:
         return torch.arange(noise.steps)
@@ -145,7 +145,7 @@ def check_scheduler(pipe: Any, observation: Observation, noise: Diffusion | Flow
 
     names = frozenset({observation.part, *observation.others})
     run = call_pipeline(pipe, observation.call, steps=2 * observation.steps, results={}, predict=answer, denoisers=names)
-    scheduler = components_of(pipe)["scheduler"]
+    scheduler = get_components(pipe)["scheduler"]
     if run.final is None or not seen or run.final.shape != data.shape:
         raise refused(scheduler, "its steps do not lead from latents to latents of the same shape")
     first = seen[0][1]

@@ -18,7 +18,7 @@ from ...core.errors import FxplugError, SpecError, get_first_line
 from ...core.ir.traced_module import TracedModule
 from ...pipelines.diffusers_types import pipeline_part
 from ...pipelines.opening import call_parameters
-from ...pipelines.recorded_run import components_of, quiet_libraries
+from ...pipelines.recorded_run import get_components, hide_warnings
 from .pipeline_encoders import Encoders
 
 GUIDANCES = ("true_cfg_scale", "guidance_scale")  # which argument guides, if a pipeline has the first, the second tells
@@ -73,7 +73,7 @@ class PipelineSamples:
         given = {name: value for name, value in given.items() if name in known}
         try:
             off = torch.autocast(self.encoders.device.type, enabled=False)
-            with self.encoders.present(), quiet_libraries(), off, torch.no_grad():
+            with self.encoders.present(), hide_warnings(), off, torch.no_grad():
                 return as_samples(pipe(**{**call, **given}))[0]
         except FxplugError:
             raise
@@ -84,7 +84,7 @@ class PipelineSamples:
     @contextlib.contextmanager
     def _with_module(self, module: nn.Module, device: str, autocast: bool) -> Iterator[Any]:
         """Yield a copy of the pipeline with the module in it, which computes in the precision of the run."""
-        pipe, own = copy.copy(self.pipe), components_of(self.pipe)[self.part]
+        pipe, own = copy.copy(self.pipe), get_components(self.pipe)[self.part]
         if self.made is None or self.made[0] is not module:
             self.made = (module, pipeline_part(module, own) if isinstance(module, TracedModule) else _stand_in(module, own))
         part = self.made[1].eval()
@@ -144,7 +144,7 @@ def _tensor(value: Any) -> Tensor:
     return torch.nan_to_num(found).clamp(0, 1)
 
 
-def sample_arguments(pipe: Any, call: Mapping[str, Any], guidance: float | None, negative: str) -> dict[str, Any]:
+def make_sample_arguments(pipe: Any, call: Mapping[str, Any], guidance: float | None, negative: str) -> dict[str, Any]:
     """Return the arguments that samples are drawn with beside prompt and size.
 
     Args:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from ...core.errors import SpecError, format_fields, quote
-from ...pipelines.denoiser_call import DenoiserCall, denoiser_call
+from ...pipelines.denoiser_call import DenoiserCall, make_denoiser_call
 from ...pipelines.observation import PROMPTS, Observation, confirm, observe
 from ...pipelines.opening import call_parameters
-from ...pipelines.recorded_run import components_of
+from ...pipelines.recorded_run import get_components
 from ..random_draws import Draws
-from .model_call import first_tensor
+from .model_call import find_tensor
 from .noise import Diffusion, Flow
-from .pipeline_conditions import Conditions, MemoryStore, Store, as_pictures, picture_argument, picture_arguments
-from .pipeline_encoders import Encoders, Size, sampled
-from .pipeline_noise import check_scheduler, open_scheduler, steps_of_part, take_sampled
+from .pipeline_conditions import Conditions, MemoryStore, Store, as_pictures, find_picture_argument, make_picture_arguments
+from .pipeline_encoders import Encoders, Size, draw_sample
+from .pipeline_noise import check_scheduler, list_part_steps, open_scheduler, take_sampled
 from .task import Batch
 
 
@@ -72,7 +72,7 @@ class SizedParts:
         Raises:
             SpecError: The pipeline takes no such picture.
         """
-        argument = picture_argument(self.pipe, self.given)
+        argument = find_picture_argument(self.pipe, self.given)
         self.condition = None
         if "condition" not in example:
             return
@@ -96,7 +96,7 @@ class SizedParts:
             return {}
         generator = torch.Generator().manual_seed(seed)
         picture, own = as_pictures(torch.rand(2, 3, *size[-2:], generator=generator))
-        return picture_arguments(self.condition, picture, own)
+        return make_picture_arguments(self.condition, picture, own)
 
     def of(self, size: Size, check: bool = False) -> SizedPart:
         """Return the denoiser for pictures of a size, observed and confirmed when it is asked for first.
@@ -119,14 +119,14 @@ class SizedParts:
             calls = tuple({**seen.call, **({"prompt": prompt} if "prompt" in seen.call else {}),
                            **self.example_arguments(size, seed)} for seed, prompt in enumerate(PROMPTS))  # fmt: skip
             confirm(self.pipe, seen, (calls[0], calls[1]))
-            call = denoiser_call(self.pipe, seen, self.device, **self.example_arguments(size))
-            noise = open_scheduler(components_of(self.pipe)["scheduler"], **self.weights)
+            call = make_denoiser_call(self.pipe, seen, self.device, **self.example_arguments(size))
+            noise = open_scheduler(get_components(self.pipe)["scheduler"], **self.weights)
             if check:
                 check_scheduler(self.pipe, seen, noise)
-            steps = steps_of_part(noise, self.pipe, seen)
+            steps = list_part_steps(noise, self.pipe, seen)
             if self.as_sampled:
                 sampled = take_sampled(noise, self.pipe, seen)
-                steps = steps_of_part(noise, self.pipe, seen) if seen.others else sampled
+                steps = list_part_steps(noise, self.pipe, seen) if seen.others else sampled
             self.part = seen.part
             self._check_latents(size, call)
         conditions = Conditions(self.pipe, call, self.condition, self.memory, self.store, self.device, self.encoders)
@@ -154,7 +154,7 @@ class SizedParts:
                 finally:
                     self._searches = False
                 raise SpecError(f"{error.finding}: take a size that is {hint}", path=("data", "size")) from error
-            argument = picture_argument(self.pipe, self.given)
+            argument = find_picture_argument(self.pipe, self.given)
             if argument is None or self.condition is not None or error.path != ("model", "call"):
                 raise
             finding = f"{type(self.pipe).__name__} needs a condition beside the caption, its argument '{argument}': set "
@@ -164,7 +164,7 @@ class SizedParts:
     def _check_latents(self, size: Size, call: DenoiserCall) -> None:
         """Raise SpecError for a size of which the VAE makes other latents than the pipeline decodes."""
         found = self._encoded_shape(size, call.observation)
-        wanted = first_tensor([call.observation.to_decoder.like]).shape[1:]
+        wanted = find_tensor([call.observation.to_decoder.like]).shape[1:]
         if found != wanted:
             height, width = size[-2:]
             finding = f"of {height}x{width} {call.observation.vae} makes latents of {[*found]}, and the pipeline decodes "
@@ -181,7 +181,7 @@ class SizedParts:
             sides = [max(1, side // factor - (side // factor + 1) % 2) * factor for side in size[-2:]]
             try:
                 seen = self._observation((*size[:-2], *sides))
-                if self._encoded_shape((*size[:-2], *sides), seen) == first_tensor([seen.to_decoder.like]).shape[1:]:
+                if self._encoded_shape((*size[:-2], *sides), seen) == find_tensor([seen.to_decoder.like]).shape[1:]:
                     return f"a multiple of {factor}, such as {sides[0]}x{sides[1]}"
             except SpecError:
                 continue
@@ -201,4 +201,4 @@ class SizedParts:
         Raises:
             SpecError: It does not encode pictures of this size.
         """
-        return sampled([self.encoders.latents(row[None], seen) for row in image], draw, self.device)
+        return draw_sample([self.encoders.latents(row[None], seen) for row in image], draw, self.device)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...core.errors import SpecError, did_you_mean, format_fields
 from ...core.spec.train_section import read_use
-from ..import_paths import construct, imported
+from ..import_paths import construct, import_name
 from ..random_draws import Draws
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Task:
         return {}
 
     def test(self, module: nn.Module, batches: Iterable[Batch]) -> Totals:
-        """Sum each metric over the batches, with what it is a sum of; `means` makes the metrics of it.
+        """Sum each metric over the batches, with what it is a sum of; `compute_means` makes the metrics of it.
 
         The module is in evaluation and no gradients are kept. Several processes see a part of the test data each and add their
         totals up.
@@ -188,7 +188,7 @@ class Task:
         return None, []
 
 
-def means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+def compute_means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """Return the metrics: each total divided by its count."""
     return {name: float(total) / float(count) if count else float("nan") for name, (total, count) in totals.items()}
 
@@ -201,7 +201,7 @@ def make_task(spec: Any) -> Task:
     if ":" not in use.name and use.name not in NAMES:
         hint = did_you_mean(use.name, NAMES) or f"; there are {', '.join(NAMES)}, or 'package.module:Class' for one of your own"
         raise SpecError(f"no task '{use.name}'{hint}", path=("train", "task"))
-    kind = imported(NAMES.get(use.name, use.name), ("train", "task"))
+    kind = import_name(NAMES.get(use.name, use.name), ("train", "task"))
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise SpecError(f"'{use.name}' is not a subclass of fxplug.Task", path=("train", "task"))
     task: Task = construct(kind, use, ("train", "task"))
