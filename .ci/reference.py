@@ -11,9 +11,9 @@ from typing import Any
 import typer
 
 from fxplug.__main__ import app
+from fxplug.config.schema import make_page as keys
 from fxplug.core.spec.pass_file import list_shipped, open_pass
 from fxplug.core.spec.rules import NUMERICS
-from fxplug.core.spec.schema import make_page as keys
 
 VERBS = """# Verbs of the command line
 

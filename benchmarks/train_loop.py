@@ -28,10 +28,10 @@ from torch.utils.data import Dataset
 
 import fxplug
 from fxplug.compat.everydream.plugins import LoadedPlugins
-from fxplug.core.spec.train_section import Data
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
 from fxplug.training.optimizer_step import Stepper
+from fxplug.training.train_section import Data
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH = 64 if DEVICE == "cuda" else 8

@@ -18,9 +18,9 @@ print(f"{folder}: loaded without timm")
 
 from timm.data import ImageNetInfo  # noqa: E402 (only now, for the original model and the names of the classes)
 
-from fxplug.core.flow import read_saved_diff  # noqa: E402
-from fxplug.core.models.factory import build  # noqa: E402
-from fxplug.core.spec.run_config import load_config  # noqa: E402
+from fxplug.config.flow import read_saved_diff  # noqa: E402
+from fxplug.config.models.factory import build  # noqa: E402
+from fxplug.config.run_config import load_config  # noqa: E402
 
 original = build(load_config("quickstart"))
 prepare = v2.Compose(

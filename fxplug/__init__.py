@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .adapters.slots import Adapters
     from .adapters.writing import save_adapter
     from .compat.zhijian.blitz import blitz
+    from .config.flow import Result, rewrite
+    from .config.run_config import load_config
     from .core.artifacts.artifact import digest, load, save
     from .core.capture.retracer import variants
     from .core.capture.tracer import trace
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from .core.extensions import Extension
-    from .core.flow import Result, rewrite
     from .core.ir.text import diff, show
     from .core.ir.traced_module import TracedModule
     from .core.rewriter.applying import apply
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from .core.rewriter.sites import Site
     from .core.spec.pass_file import load_pass
     from .core.spec.rules import Match, Pass, Rule
-    from .core.spec.run_config import load_config
     from .core.verifier import verify
     from .exports.checkpoints import save_checkpoint
     from .exports.exporter import export
@@ -172,7 +172,6 @@ _CORE = {
     "core.capture.tracer": ["trace"],
     "core.errors": [name for name in __all__ if name.endswith("Error")] + ["Limits"],
     "core.extensions": ["Extension"],
-    "core.flow": ["Result", "rewrite"],
     "core.ir.text": ["diff", "show"],
     "core.ir.traced_module": ["TracedModule"],
     "core.rewriter.applying": ["apply"],
@@ -182,7 +181,6 @@ _CORE = {
     "core.rewriter.sites": ["Site"],
     "core.spec.pass_file": ["load_pass"],
     "core.spec.rules": ["Match", "Pass", "Rule"],
-    "core.spec.run_config": ["load_config"],
     "core.verifier": ["verify"],
 }
 _MODULE = {name: module for module, names in _CORE.items() for name in names}

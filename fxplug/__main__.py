@@ -1,46 +1,14 @@
-"""The command line: `fxplug rewrite | sites | diff | show | passes | schema | doctor`, and the verbs of extensions.
-
-torch is imported by the verbs that need it, when they run: `--help`, `passes` and `schema` answer at once.
-"""
+"""The command line: `fxplug`, whose verbs are those of the extensions."""
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-import fxplug
-
-from .core.cli.doctor import doctor
-from .core.cli.terminal import format_modules, make_diff, print_diff, print_rows
-from .core.cli.torchrun import is_launched, run_on_all_ranks
-from .core.cli.verbs import (
-    HELP,
-    Allow,
-    ConfigArg,
-    Debug,
-    RootVerbs,
-    Set,
-    Subject,
-    complete_pass,
-    format_parameters,
-    load_saved,
-    print_version,
-    read_config,
-    run_rewrite,
-    show_progress,
-)
-from .core.errors import SpecError
-from .core.extensions import need_hook
-from .core.spec import schema as json_schema
-from .core.spec.pass_file import REQUIRED, list_shipped, open_pass
-from .core.spec.rules import NUMERICS
-
-if TYPE_CHECKING:
-    from .core.flow import Result
+from .config.cli.torchrun import is_launched, run_on_all_ranks
+from .config.cli.verbs import HELP, Debug, RootVerbs, print_version
 
 app = typer.Typer(
     cls=RootVerbs,
@@ -48,7 +16,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=HELP,
 )
-app.command()(doctor)
 
 
 @app.callback()
@@ -59,160 +26,6 @@ def _root(
     debug: Debug = False,
 ) -> None:
     """Change a PyTorch model by rewriting its graph."""
-
-
-@app.command()
-def rewrite(
-    config: ConfigArg,
-    out: Annotated[Path | None, typer.Option("--out", help="The folder to save the result in.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List every site and write nothing.")] = False,
-    set: Set = None,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not check the result.")] = False,
-    all_: Annotated[bool, typer.Option("--all", help="With --dry-run: a line for every site.")] = False,
-    page: Annotated[Path | None, typer.Option("--report", metavar="PAGE.html", help="Write a page about it, too.")] = None,
-    debug: Debug = False,
-) -> None:
-    """Build, trace, rewrite and verify a model, and save the result."""
-    verify = False if no_verify else None
-    if page is not None and page.is_dir():
-        raise SpecError(f"'{page}' is a folder, and the page is one file: write --report {page / 'page.html'}")
-    found = read_config(config, set)
-    if out is None and not dry_run:
-        print("nothing will be saved: --out DIR saves the result", file=sys.stderr)
-    result = run_rewrite(found, out=out, dry_run=dry_run, verify=verify)
-    if page is not None:
-        write_page = need_hook("report_of_result", "reporting")
-        with show_progress("report"):
-            write_page(result, page)
-    if dry_run:
-        print_rows(_rows(result, all_))
-        print("dry run: nothing written")
-        return
-    for name, sites in result.sites.items():
-        print(f"{name}: {sites.summary}")
-    print(result.report.listing if result.report else f"{format_parameters(result)}\nnot verified")
-    print(f"saved in {out}" if out else "not saved: --out DIR saves it")
-
-
-@app.command()
-def sites(
-    config: ConfigArg,
-    all_: Annotated[bool, typer.Option("--all", help="A line for every site, also for those that are alike.")] = False,
-    set: Set = None,
-    debug: Debug = False,
-) -> None:
-    """List where the passes of a configuration act, with shapes and the parameters they add."""
-    print_rows(_rows(run_rewrite(read_config(config, set), dry_run=True, verify=False), all_))
-
-
-def _rows(result: Result, all_: bool) -> str:
-    return result.listing if all_ else result.folded
-
-
-@app.command()
-def diff(
-    subject: Subject,
-    all_: Annotated[bool, typer.Option("--all", help="Every place, also those that are alike, and every line whole.")] = False,
-    set: Set = None,
-    allow: Allow = None,
-    debug: Debug = False,
-) -> None:
-    """Print what the passes changed, as a diff of the graph. Passes freeze nothing: fxplug.trainable names what trains."""
-    if Path(subject).is_dir():
-        from .core.flow import read_saved_diff
-
-        module = load_saved(subject, set, allow)
-        print_diff(make_diff(read_saved_diff(subject, module), module, all_), all_)
-        return
-
-    found = run_rewrite(read_config(subject, set), dry_run=True, verify=False)
-    print_diff(make_diff(fxplug.diff(found.base, found.module), found.module, all_), all_)
-
-
-@app.command()
-def show(
-    subject: Subject,
-    modules: Annotated[bool, typer.Option("--modules", help="The tree of modules instead of the graph.")] = False,
-    code: Annotated[bool, typer.Option("--code", help="The generated Python instead of the graph.")] = False,
-    digest: Annotated[bool, typer.Option("--digest", help="The digest of a saved rewrite, for load(digest=...).")] = False,
-    forms: Annotated[bool, typer.Option("--forms", help="Which form each layer takes when it is lowered.")] = False,
-    merge: Annotated[str | None, typer.Option("--merge", help="With --forms: fold, live or auto.")] = None,
-    to: Annotated[str | None, typer.Option("--to", help="For other tools: model-explorer, dot, or svg.")] = None,
-    region: Annotated[str, typer.Option("--region", metavar="PATH", help="With --to dot or svg: which region.")] = "",
-    out: Annotated[Path | None, typer.Option("--out", help="With --to: the file to write.")] = None,
-    set: Set = None,
-    allow: Allow = None,
-    debug: Debug = False,
-) -> None:
-    """Print a rewritten model: its graph, its modules, its code, or the forms of its layers; or write it for other tools."""
-    if modules + code + digest + forms + (to is not None) > 1:
-        raise typer.BadParameter("use only one of --modules, --code, --digest, --forms and --to")
-    if to is None and (region or out):
-        raise typer.BadParameter("--region and --out are only for --to")
-    if digest:
-        print(fxplug.digest(subject))
-        return
-    dry = not forms  # live merge reads weights
-    if Path(subject).is_dir():
-        module = load_saved(subject, set, allow)
-    else:
-        module = run_rewrite(read_config(subject, set), dry_run=dry, verify=False).module
-    if forms:
-        print(need_hook("table_of_forms", "lowerings")(module, merge=merge), end="")
-        return
-    if to is not None:
-        need_hook("show_to", "reporting")(module, to, region, out)
-        return
-    print(format_modules(module) if modules else module.code.strip() + "\n" if code else fxplug.show(module), end="")
-
-
-@app.command()
-def passes(
-    name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="One pass: its parameters.", autocompletion=complete_pass)
-    ] = None,
-    page: Annotated[bool, typer.Option("--page", help="All about one pass, as Markdown: also what it changes.")] = False,
-    pages: Annotated[Path | None, typer.Option("--pages", metavar="DIR", help="Write the pages of all passes.")] = None,
-    debug: Debug = False,
-) -> None:
-    """List the passes that come with fxplug, or the parameters of one."""
-    if pages is not None:
-        from .core.cli.pages import write
-
-        print(f"wrote {len(write(pages))} pages in {pages}")
-        return
-    if page:
-        if name is None:
-            raise typer.BadParameter("--page needs the name of a pass")
-        from .core.cli.pages import make_page as text
-
-        print(text(name), end="")
-        return
-
-    if name is None:
-        for each, path in list_shipped("passes").items():
-            data = open_pass(path).source.data
-            print(f"{each:18} {data.get('numerics', ''):8}  {data.get('about', '')}")
-        return
-    draft = open_pass(name)
-    print(draft.source.data.get("about", draft.name))
-    if numerics := draft.source.data.get("numerics"):
-        print(f"numerics: {numerics} ({NUMERICS[numerics]})")
-    rows = [
-        (key, "required" if default == REQUIRED else json.dumps(default), text)
-        for key, default, text, _ in json_schema.list_parameters(draft)
-    ]
-    keys, defaults = (max(len(row[column]) for row in rows) for column in (0, 1))
-    for key, default, said in rows:
-        print(f"  {key:{keys}}  {default:{min(defaults, 40)}}  {said}".rstrip())
-
-
-@app.command()
-def schema(
-    page: Annotated[bool, typer.Option("--page", help="Every key as Markdown instead.")] = False, debug: Debug = False
-) -> None:
-    """Print the JSON Schema of a configuration, for editors, or its keys as a page."""
-    print(json_schema.make_page() if page else json.dumps(json_schema.make_schema(), indent=2), end="" if page else "\n")
 
 
 MANY = {"--check", "measured", "--link=measured"}  # what `parallel` needs all processes for

@@ -10,8 +10,8 @@ import yaml
 from hostile_files import ODD, PATTERNS, attacked, attacks
 
 import fxplug.adapters.file_passes  # noqa: F401  (a pass that adapter files make names it, and no attack may import)
+from fxplug.config.run_config import load_config
 from fxplug.core.spec.pass_file import list_shipped, load_pass
-from fxplug.core.spec.run_config import load_config
 
 LINES = [
     "a: &a [*a]",

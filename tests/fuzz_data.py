@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+from fxplug.config.run_config import check_settings
 from fxplug.core.errors import FxplugError
-from fxplug.core.spec.run_config import check_settings
-from fxplug.core.spec.train_section import Data
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import match_test_items, open_items
+from fxplug.training.train_section import Data
 
 MODES = [
     "1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "HSV", "I", "I;8", "I;16", "I;16B", "F", "F;8", "F;1"

@@ -11,8 +11,8 @@ from hostile_files import ODD, attacked, attacks
 
 from fxplug.core import weight_files
 from fxplug.core.reading import make_reporter
-from fxplug.core.spec.train_section import Data
 from fxplug.training.data.files import open_files
+from fxplug.training.train_section import Data
 
 NUMBERS = [0, 1, 2, 3, 7, 8, 127, 128, 2**31, 2**40, 2**62, 2**63, 2**64 - 1, 2**70 - 1]
 NAMES = ["a.png", "b.png", "c/d.png"]

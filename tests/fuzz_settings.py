@@ -17,8 +17,8 @@ import torch
 
 import fxplug
 from fxplug.core.errors import FxplugError
-from fxplug.core.spec import train_section
-from fxplug.core.spec.task_section import ClassifyOptions, DenoiseOptions, Schedule
+from fxplug.training import train_section
+from fxplug.training.task_section import ClassifyOptions, DenoiseOptions, Schedule
 
 ODD = [
     0, -1, -0.5, 0.5, 1, 2, 3, 1e-320, 1e300, 10**12, 10**400, math.nan, math.inf, -math.inf,

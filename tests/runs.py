@@ -14,8 +14,8 @@ from sklearn.datasets import load_digits
 from torch.utils.data import Dataset
 
 import fxplug
-from fxplug.core import flow
-from fxplug.core.spec.run_config import resolve
+from fxplug.config import flow
+from fxplug.config.run_config import resolve
 from fxplug.training import monitor
 
 

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 
 import fxplug
 from fxplug.adapters.layer_names import map_first_names
+from fxplug.config.models.factory import build
+from fxplug.config.models.state_dict import load_weights
+from fxplug.config.run_config import load_config
 from fxplug.core.errors import FxplugError, SpecError
-from fxplug.core.models.factory import build
-from fxplug.core.models.state_dict import load_weights
-from fxplug.core.spec.run_config import load_config
 
 
 def config_of(model, folder):

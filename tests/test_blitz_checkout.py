@@ -24,8 +24,8 @@ from fxplug.compat.zhijian import model_config, reuse_keys, settings
 from fxplug.compat.zhijian.convert_file import convert
 from fxplug.compat.zhijian.line import parse
 from fxplug.core.errors import FxplugError, SpecError
-from fxplug.core.spec.train_section import Train
 from fxplug.training.param_groups import choose
+from fxplug.training.train_section import Train
 
 ROOT = checkout()
 pytestmark = [

@@ -15,7 +15,7 @@ from torch import nn
 import fxplug
 from fxplug.compat.zhijian import AddinBase, model_config, reuse_keys, stand_in
 from fxplug.core.errors import SpecError
-from fxplug.core.spec.train_section import Train
+from fxplug.training.train_section import Train
 
 GAIN = """
     import torch

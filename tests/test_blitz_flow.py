@@ -19,8 +19,8 @@ from torch import nn
 from zhijian.manual import LINES, MLPAddin
 
 import fxplug
+from fxplug.config.schema import make_schema
 from fxplug.core.errors import FxplugError, SpecError
-from fxplug.core.spec.schema import make_schema
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from torch import nn
 
 import fxplug
 from fxplug.core.errors import SpecError
-from fxplug.core.spec.train_section import Use
 from fxplug.training.random_draws import Draws, preserve_random_state
 from fxplug.training.tasks.classify import Classify
 from fxplug.training.tasks.task import Task, TaskInfo, compute_means, make_task
+from fxplug.training.train_section import Use
 
 SIDE = 32
 

@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 
 import fxplug
 from fxplug.__main__ import app
-from fxplug.core.flow import read_saved_config
+from fxplug.config.flow import read_saved_config
 from fxplug.core.spec.pass_file import list_shipped
-from fxplug.core.spec.train_section import Export
+from fxplug.exports.export_section import Export
 from fxplug.exports.exporter import FORMATS, FREE
 
 
@@ -335,7 +335,7 @@ def test_a_configuration_with_a_mistake_is_told_before_torch_is_imported():
 
 
 def test_progress_goes_to_stderr_when_something_takes_longer_than_a_second(capsys, monkeypatch):
-    from fxplug.core.cli import verbs as cli
+    from fxplug.config.cli import verbs as cli
 
     monkeypatch.setattr(cli, "PATIENCE", 60)
     with cli.show_progress("quick"):

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fxplug.config.model_section import Constant, ModelSpec, Tensor
+from fxplug.config.run_config import check_settings, load_config, resolve
+from fxplug.config.schema import list_headings, list_parameters, make_schema
 from fxplug.core.errors import SpecError
-from fxplug.core.spec.model_section import Constant, ModelSpec, Tensor
 from fxplug.core.spec.pass_file import list_shipped, open_pass
 from fxplug.core.spec.rules import check_common
-from fxplug.core.spec.run_config import check_settings, load_config, resolve
-from fxplug.core.spec.schema import SECTIONS, list_parameters, make_schema
 
 
 @pytest.fixture(autouse=True)
@@ -482,7 +482,7 @@ def properties(value, path):
             yield from properties(item, path)
 
 
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("section", list_headings())
 def test_the_examples_of_a_section_are_taken(section):
     needed = {"Train": {"task": "classify", "steps": 1}, "Data": {"classes": "a"}, "WeightsSpec": {"file": "a"}}
     needed |= {"Tensor": {"shape": [1]}, "Config": {"model": "resnet18"}}

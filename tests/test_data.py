@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from fxplug.core.errors import SpecError, TrainError
-from fxplug.core.spec.train_section import Buckets, Data
 from fxplug.training.data.batch_order import Order, assign, list_bucket_sizes
 from fxplug.training.data.image_files import Crop, crop_and_resize
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import OwnItems, match_test_items, open_items
 from fxplug.training.data.wrapped_loader import make_loader
+from fxplug.training.train_section import Buckets, Data
 
 
 def picture(seed=0, size=(20, 24), mode="RGB"):

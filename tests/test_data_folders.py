@@ -10,14 +10,14 @@ import torch
 import yaml
 from PIL import Image
 
+from fxplug.config.run_config import check_settings
 from fxplug.core.errors import SpecError
-from fxplug.core.spec.run_config import check_settings
-from fxplug.core.spec.train_section import Data
 from fxplug.training.data.batch_order import Order, list_bucket_sizes
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
 from fxplug.training.tasks.classify import Classify
 from fxplug.training.tasks.denoise import Denoise
+from fxplug.training.train_section import Data
 
 
 def make(top, files):

@@ -19,15 +19,15 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import fxplug
+from fxplug.config.run_config import check_settings
 from fxplug.core.errors import SpecError, TrainError
-from fxplug.core.spec.run_config import check_settings
-from fxplug.core.spec.train_section import Data
 from fxplug.training.data.batch_order import Order
 from fxplug.training.data.image_files import Unreadable, convert_image, read_image, read_size
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import get_labels, match_test_items, open_items
 from fxplug.training.data.wrapped_loader import make_loader
 from fxplug.training.tasks.classify import Transform
+from fxplug.training.train_section import Data
 
 
 def test_random_folders_are_read_as_a_plain_loop_reads_them(capsys):

@@ -11,11 +11,11 @@ from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from test_denoise import SIDE, batch, drawn, ready, traced, unet
 
 from fxplug.core.errors import SpecError
-from fxplug.core.spec.train_section import Use
 from fxplug.training.random_draws import Draws
 from fxplug.training.tasks.denoise import Denoise
 from fxplug.training.tasks.losses import add_offset, compute_huber_delta, compute_losses, compute_mean, read_loss
 from fxplug.training.tasks.task import compute_means
+from fxplug.training.train_section import Use
 
 
 def huber(name="huber", **options):

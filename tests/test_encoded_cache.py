@@ -20,13 +20,13 @@ import tiny_pipelines
 import torch
 from torch import nn
 
+from fxplug.config.run_config import check_settings
 from fxplug.core import weight_files
 from fxplug.core.errors import SpecError, TrainError
-from fxplug.core.spec.run_config import check_settings
-from fxplug.core.spec.train_section import Data
 from fxplug.training import encoded_cache
 from fxplug.training.encoded_cache import EncodedCache, default_folder, open_cache
 from fxplug.training.model_digest import digest_models
+from fxplug.training.train_section import Data
 
 
 def value(i: int):

@@ -21,9 +21,9 @@ from fxplug.compat.everydream import BasePlugin
 from fxplug.compat.everydream.plugins import LoadedPlugins
 from fxplug.compat.everydream.state import Optimizers
 from fxplug.core.errors import TrainError
-from fxplug.core.spec.train_section import Data
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
+from fxplug.training.train_section import Data
 
 THEIRS = checkout_of("doc/PLUGINS.md")
 theirs = pytest.mark.skipif(not THEIRS.is_dir(), reason="SEEDS names no folder with a checkout of EveryDream2trainer")

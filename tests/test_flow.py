@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fxplug
+from fxplug.config.flow import make_saved_inputs, read_saved_diff, rewrite
+from fxplug.config.models.example_inputs import make_inputs
+from fxplug.config.models.factory import build
+from fxplug.config.models.state_dict import read_weights
+from fxplug.config.run_config import load_config
 from fxplug.core.errors import FxplugError, MatchError, SpecError, VerifyError
-from fxplug.core.flow import make_saved_inputs, read_saved_diff, rewrite
-from fxplug.core.models.example_inputs import make_inputs
-from fxplug.core.models.factory import build
-from fxplug.core.models.state_dict import read_weights
-from fxplug.core.spec.run_config import load_config
 
 
 class Net(nn.Module):
@@ -471,7 +471,7 @@ def test_a_dry_run_that_fails_makes_no_real_model(error, building):
 def test_a_dry_run_of_a_rule_that_matches_nothing_makes_no_real_model(monkeypatch):
     devices = []
     monkeypatch.setattr(
-        "fxplug.core.models.example_inputs.build",
+        "fxplug.config.models.example_inputs.build",
         lambda config, device: devices.append(device) or build(config, device=device),
     )
     message(rewrite, {**NET, "passes": [{"lora": {"at": "nowhere"}}]}, dry_run=True, kind=MatchError)

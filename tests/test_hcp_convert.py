@@ -15,9 +15,9 @@ from fxplug.compat.hcp import SinglePluginBlock
 from fxplug.compat.hcp.convert_file import convert, read_input
 from fxplug.compat.hcp.layer_patterns import find_places, read_layer, read_layers
 from fxplug.core.errors import SpecError
-from fxplug.core.spec.train_section import read_use
 from fxplug.core.spec.yaml_source import parse_yaml
 from fxplug.training.param_groups import make_scheduler
+from fxplug.training.train_section import read_use
 
 NET = "test_hcp:Net"
 

@@ -13,14 +13,14 @@ from PIL import Image
 from torch import nn
 
 import fxplug
+from fxplug.config.run_config import check_settings
 from fxplug.core.errors import TrainError
-from fxplug.core.spec.run_config import check_settings
-from fxplug.core.spec.train_section import Data
 from fxplug.training.data import image_files
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
 from fxplug.training.encoded_cache import EncodedCache
 from fxplug.training.image_encoding import encode_batch, encode_images
+from fxplug.training.train_section import Data
 
 
 def folder(top: Path, count=6):

@@ -11,7 +11,6 @@ from test_denoise import VAE, batch, ready, traced
 
 import fxplug
 from fxplug.core.errors import SpecError, TrainError
-from fxplug.core.spec.train_section import Data, Use
 from fxplug.core.spec.yaml_source import validate
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
@@ -19,6 +18,7 @@ from fxplug.training.identity import describe_samples
 from fxplug.training.random_draws import Draws
 from fxplug.training.tasks.losses import compute_losses
 from fxplug.training.tasks.task import compute_means
+from fxplug.training.train_section import Data, Use
 
 MSE = Use("mse", {})
 

@@ -8,9 +8,9 @@ from test_train_state import Pictures, Worse, kept, made, trainer
 
 import fxplug
 from fxplug.core.errors import SpecError
-from fxplug.core.spec.train_section import Train
 from fxplug.training import optimizers
 from fxplug.training.checkpoint import read
+from fxplug.training.train_section import Train
 
 OPTIMIZERS = {
     "adamw8bit": {"adamw8bit": {"min_8bit_size": 1}},  # else small tensors have states of 32 bits

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import fxplug
 from fxplug.__main__ import app
-from fxplug.core.cli.pages import SMALL
+from fxplug.config.cli.pages import SMALL
 from fxplug.core.spec.pass_file import list_shipped, open_pass
 from fxplug.parallel import processes as cli_processes
 from fxplug.parallel.comparison import check_pretended, get_degrees, simulate_rank

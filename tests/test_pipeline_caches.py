@@ -11,9 +11,8 @@ from test_pipeline_denoise import PICTURED, SIZE, inpainting, kontext, pix2pix, 
 from torch import nn
 
 import fxplug
+from fxplug.config.run_config import check_settings
 from fxplug.core.errors import TrainError
-from fxplug.core.spec.run_config import check_settings
-from fxplug.core.spec.train_section import Data
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
 from fxplug.training.encoded_cache import EncodedCache
@@ -21,6 +20,7 @@ from fxplug.training.model_digest import digest_models
 from fxplug.training.tasks.pipeline_denoise import PipelineDenoise
 from fxplug.training.tasks.pipeline_encoders import Encoders
 from fxplug.training.tasks.task import TaskInfo
+from fxplug.training.train_section import Data
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # numpy's, of some schedulers
 

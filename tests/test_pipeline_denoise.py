@@ -17,7 +17,6 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 import fxplug
 from fxplug.core.errors import FxplugError, SpecError
-from fxplug.core.spec.train_section import Use
 from fxplug.pipelines.denoiser_call import example_call, make_denoiser_call
 from fxplug.pipelines.observation import observe
 from fxplug.training.adapter_output import prove_adapter
@@ -25,6 +24,7 @@ from fxplug.training.random_draws import Draws, RunDraws
 from fxplug.training.tasks.pipeline_conditions import MemoryStore, as_pictures
 from fxplug.training.tasks.pipeline_denoise import PipelineDenoise, check_options
 from fxplug.training.tasks.task import TaskInfo
+from fxplug.training.train_section import Use
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # numpy's, of some schedulers
 SIZE = (tiny.SIZE, tiny.SIZE)

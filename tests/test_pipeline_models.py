@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from test_base_checkpoints import original
 
 import fxplug
-from fxplug.core.models.factory import build
+from fxplug.config.models.factory import build
+from fxplug.config.run_config import load_config, resolve
 from fxplug.core.quantised import is_quantised
-from fxplug.core.spec.run_config import load_config, resolve
 from fxplug.pipelines import pipeline_model
 from fxplug.pipelines.opening import open_pipeline
 
@@ -113,7 +113,7 @@ def test_the_saved_configuration_is_read_again_and_has_the_call(pipes, tmp_path)
     assert kept["inputs"]["return_dict"] == {"value": False}
     assert resolve(load_config(kept, base=base)) == {**kept, "data": load_config(kept, base=base).data.model_dump()}
     module = fxplug.load(tmp_path / "out")
-    args, kwargs = fxplug.core.flow.make_saved_inputs(tmp_path / "out", module)
+    args, kwargs = fxplug.config.flow.make_saved_inputs(tmp_path / "out", module)
     assert module(*args, **kwargs)[0].shape == (2, 16, 16)
 
 

@@ -14,15 +14,15 @@ import torch
 from PIL import Image
 from torchvision.transforms.v2.functional import resize
 
+from fxplug.config.run_config import check_settings
 from fxplug.core.errors import TrainError
-from fxplug.core.spec.run_config import check_settings
-from fxplug.core.spec.train_section import Data
 from fxplug.training.data import image_sources
 from fxplug.training.data.image_files import Crop, Unreadable
 from fxplug.training.data.image_sources import ImageFile, PlacedImage, find_crop_origin
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
 from fxplug.training.plugins import Plugins
+from fxplug.training.train_section import Data
 
 
 def picture(seed=0, size=(20, 24)):

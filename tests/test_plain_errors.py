@@ -11,10 +11,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fxplug
+from fxplug.config.models.example_inputs import make_inputs
+from fxplug.config.run_config import load_config
 from fxplug.core.artifacts.artifact import check_savable
 from fxplug.core.errors import ArtifactError, MatchError, SpecError
-from fxplug.core.models.example_inputs import make_inputs
-from fxplug.core.spec.run_config import load_config
 
 
 @pytest.mark.parametrize("spec", [
@@ -75,7 +75,7 @@ def test_a_shell_is_offered_passes_and_configurations(tmp_path):
     """And torch is not imported for it."""
     (tmp_path / "vit_mine.yaml").touch()
     (tmp_path / "notes.txt").touch()
-    code = "import sys; from fxplug.core.cli.verbs import complete_config as c, complete_pass as p; "
+    code = "import sys; from fxplug.config.cli.verbs import complete_config as c, complete_pass as p; "
     code += "print(p('lora'), c('vit_'), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "'lora', 'lora_weight'" in done.stdout and done.stdout.endswith("False\n"), done.stdout

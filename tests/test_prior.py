@@ -13,13 +13,13 @@ from test_masks import masks
 
 import fxplug
 from fxplug.core.errors import SpecError, TrainError
-from fxplug.core.spec.train_section import Data
 from fxplug.core.spec.yaml_source import validate
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
 from fxplug.training.random_draws import Draws
 from fxplug.training.run import _open_prior
 from fxplug.training.tasks.losses import compute_mean
+from fxplug.training.train_section import Data
 
 
 def opened(base, batch=2, *, rank=0, world=1, **spec):

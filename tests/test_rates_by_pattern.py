@@ -8,8 +8,8 @@ from test_train_state import kept, made, trainer
 
 import fxplug
 from fxplug.core.errors import SpecError
-from fxplug.core.spec.train_section import Train
 from fxplug.core.spec.yaml_source import validate
+from fxplug.training.train_section import Train
 
 
 def rates(run):

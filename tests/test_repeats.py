@@ -9,8 +9,8 @@ import pytest
 from small import vit
 
 import fxplug
-from fxplug.core.cli.terminal import make_diff, print_diff, print_rows
-from fxplug.core.flow import read_saved_diff
+from fxplug.config.cli.terminal import make_diff, print_diff, print_rows
+from fxplug.config.flow import read_saved_diff
 from fxplug.core.ir.text import find_patterns, fold_diff, summarize_diff
 from fxplug.core.spec.addresses import compile_pattern, expand_braces
 

@@ -18,7 +18,7 @@ import unets
 from torch import nn
 
 import fxplug
-from fxplug.core import flow
+from fxplug.config import flow
 from fxplug.core.artifacts.value_json import encode
 from fxplug.core.errors import ArtifactError, SpecError
 from fxplug.reporting import page as pages

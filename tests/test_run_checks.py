@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 
 import fxplug
 from fxplug.core.errors import FxplugError, SpecError, TrainError
-from fxplug.core.spec import train_section
-from fxplug.core.spec.train_section import Train, Use
+from fxplug.training import train_section
 from fxplug.training.param_groups import Ema, make_scheduler
+from fxplug.training.train_section import Train, Use
 
 LORA = {"lora": {"at": "blocks.*.attn.*", "rank": 2}}
 

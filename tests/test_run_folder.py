@@ -18,8 +18,8 @@ from sweeps import sweep
 from test_train_state import trainer
 
 import fxplug
-from fxplug.core.spec.train_section import Save
 from fxplug.training.run_folder import RunFolder
+from fxplug.training.train_section import Save
 
 
 def folder(path, notes=None):
@@ -94,7 +94,7 @@ def test_a_second_run_is_told_who_writes_into_the_folder(tmp_path):
 HOLDS = """
 import sys, time
 from pathlib import Path
-from fxplug.core.spec.train_section import Save
+from fxplug.training.train_section import Save
 from fxplug.training.run_folder import RunFolder
 one = RunFolder(Path(sys.argv[1]), Save(), print)
 one.open(resumes=False)

@@ -12,9 +12,9 @@ import unets
 
 import fxplug
 from fxplug.blocks import Lora
-from fxplug.core.cli.pages import SMALL
+from fxplug.config.cli.pages import SMALL
+from fxplug.config.run_config import resolve
 from fxplug.core.spec.addresses import choose_names, expand_braces
-from fxplug.core.spec.run_config import resolve
 from fxplug.core.spec.yaml_source import parse_yaml
 
 BLOCKS = [f"blocks.{i}" for i in (0, 1)]

@@ -9,19 +9,19 @@ import small
 from PIL import Image
 
 import fxplug
+from fxplug.config.model_section import WeightsSpec
+from fxplug.config.run_config import make_config_model
 from fxplug.core.errors import SpecError
-from fxplug.core.spec import train_section
-from fxplug.core.spec.model_section import WeightsSpec
-from fxplug.core.spec.run_config import Config
 from fxplug.core.spec.yaml_source import Section, validate
 from fxplug.parallel.plan_options import PlanOptions
+from fxplug.training import train_section
 from fxplug.training.data.sidecars import ImageSettings, Subset
 from fxplug.training.tasks.classify import Classify, Transform
 from fxplug.training.tasks.denoise import Denoise
 
 SECTIONS = [
     *(c for c in vars(train_section).values() if isinstance(c, type) and issubclass(c, Section) and c is not Section),
-    Config, WeightsSpec, PlanOptions, ImageSettings, Subset,
+    make_config_model(), WeightsSpec, PlanOptions, ImageSettings, Subset,
 ]  # fmt: skip
 FIELDS = [(section, name) for section in SECTIONS for name in section.model_fields]
 

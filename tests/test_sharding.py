@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxplug
-from fxplug.core.spec.train_section import Train
 from fxplug.lowerings.regions.fsdp import full_state, shard
 from fxplug.lowerings.regions.submodules import outline
 from fxplug.training.distributed import prepare
+from fxplug.training.train_section import Train
 
 STEPS, BATCH = 4, 8
 NAMES = ("vit", "tied")

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fxplug
+from fxplug.config.run_config import load_config
 from fxplug.core.errors import SpecError, did_you_mean, format_path
 from fxplug.core.spec.pass_file import Match, Pass, Rule, Where, folder, import_target, list_shipped, load_pass
-from fxplug.core.spec.run_config import load_config
 from fxplug.core.spec.yaml_source import parse_yaml
 
 RULE = "{match: {path: a}, use: 'm:C'}"
@@ -525,7 +525,7 @@ def test_pairs_of_a_skip():
 
 def test_reading_yaml_does_not_wait_for_torch():
     code = (
-        "import fxplug.core.spec.pass_file, fxplug.core.spec.run_config, sys;"
+        "import fxplug.core.spec.pass_file, fxplug.config.run_config, sys;"
         "fxplug.load_pass('lora'); fxplug.SpecError; dir(fxplug);"
         "sys.exit([m for m in ('torch', 'diffusers', 'timm', 'numpy') if m in sys.modules] or None)"
     )

@@ -16,10 +16,10 @@ from sweeps import sweep
 from torch.utils.data import DataLoader
 
 import fxplug
-from fxplug.core.spec.train_section import Data, Train
 from fxplug.training.checkpoint import Checkpoint, list_checkpoints, read
 from fxplug.training.identity import check_same_run
 from fxplug.training.random_draws import Drawn, Draws
+from fxplug.training.train_section import Data, Train
 
 TASK: dict[str, Any] = {"classify": {"augment": "none"}}
 

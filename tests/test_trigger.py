@@ -8,12 +8,12 @@ from test_data import folder, loaded, picture
 from test_denoise import Recorded, traced
 
 from fxplug.core.errors import SpecError, TrainError
-from fxplug.core.spec.train_section import Data
 from fxplug.core.spec.yaml_source import validate
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
 from fxplug.training.tasks.denoise import Denoise
 from fxplug.training.tasks.task import TaskInfo, make_task
+from fxplug.training.train_section import Data
 from fxplug.training.trigger import with_trigger
 
 

@@ -9,9 +9,9 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import nn
 
+from fxplug.config.models.factory import build
+from fxplug.config.run_config import load_config
 from fxplug.core.errors import SpecError
-from fxplug.core.models.factory import build
-from fxplug.core.spec.run_config import load_config
 
 UNET = {
     "block_out_channels": [8, 16], "norm_num_groups": 4, "layers_per_block": 1, "cross_attention_dim": 8,

@@ -77,7 +77,7 @@ def test_an_untested_torch_is_one_warning_and_no_error(tmp_path):
 
 
 def doctor(monkeypatch, libraries):
-    monkeypatch.setattr("fxplug.core.cli.doctor.LIBRARIES", libraries)
+    monkeypatch.setattr("fxplug.config.cli.doctor.LIBRARIES", libraries)
     monkeypatch.setattr("fxplug.core.LIBRARIES", libraries)
     return CliRunner().invoke(app, ["doctor"])
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
+from fxplug.config.run_config import check_settings
 from fxplug.core.errors import SpecError, TrainError
-from fxplug.core.spec.run_config import check_settings
-from fxplug.core.spec.train_section import Data
 from fxplug.training.data.image_files import Crop, rescale
 from fxplug.training.data.image_sources import make_pixels
 from fxplug.training.data.loader import Loader
@@ -22,6 +21,7 @@ from fxplug.training.identity import describe_samples
 from fxplug.training.image_encoding import encode_batch, encode_images
 from fxplug.training.plugins import Plugins
 from fxplug.training.tasks.model_call import get_images
+from fxplug.training.train_section import Data
 
 
 def frames(count, seed=0, size=(20, 28)):

@@ -14,11 +14,11 @@ from PIL import Image
 from rich.console import Console
 from torch import nn
 
-from fxplug.core.spec.train_section import Train
 from fxplug.training import epoch_table as table
 from fxplug.training.log_files import Lines
 from fxplug.training.monitor import RunMonitor
 from fxplug.training.pictures import make_grid, save_curves
+from fxplug.training.train_section import Train
 
 MODULE = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 5, bias=False))
 MODULE[0].weight.requires_grad = False

@@ -4,6 +4,7 @@ from ..core.extensions import Extension
 
 EXTENSION = Extension(
     name="adapters",
+    bases=("config",),
     names={
         "extract": "fxplug.adapters.extraction:extract",
         "pass_for": "fxplug.adapters.file_passes:pass_for",

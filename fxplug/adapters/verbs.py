@@ -13,10 +13,10 @@ import typer
 
 import fxplug
 
-from ..core.cli.verbs import HELP, Allow, Debug, Set, Verbs, load_saved, read_config, show_progress
+from ..config.cli.verbs import HELP, Allow, Debug, Set, Verbs, load_saved, read_config, show_progress
+from ..config.run_config import load_config
+from ..config.saved_config import read_saved_config
 from ..core.errors import SpecError
-from ..core.spec.run_config import load_config
-from ..core.spec.saved_config import read_saved_config
 from ..core.writing import lock_current_folder
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _model(subject: str | None, set_: list[str] | None, allow: list[str] | None)
         return None
     if (Path(subject) / "manifest.json").exists():
         return load_saved(subject, set_, allow)
-    from ..core.models.factory import build
+    from ..config.models.factory import build
 
     folder = Path(subject).is_dir()
     config = load_config({"model": str(Path(subject).absolute())}, set_ or []) if folder else read_config(subject, set_)

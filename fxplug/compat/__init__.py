@@ -2,8 +2,8 @@
 
 from ..core.extensions import Extension
 
-HCP = Extension(name="hcp", verbs={"convert": "fxplug.compat.verbs:convert"})
-ZHIJIAN = Extension(name="zhijian", names={"blitz": "fxplug.compat.zhijian.blitz:blitz"})
+HCP = Extension(name="hcp", bases=("config",), verbs={"convert": "fxplug.compat.verbs:convert"})
+ZHIJIAN = Extension(name="zhijian", bases=("config",), names={"blitz": "fxplug.compat.zhijian.blitz:blitz"})
 EVERYDREAM = Extension(
     name="everydream", bases=("training",), hooks={"training_plugins": "fxplug.compat.everydream.plugins:LoadedPlugins"}
 )

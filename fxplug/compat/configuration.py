@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 from torch import nn
 
-from ..core.models.factory import build
-from ..core.spec.run_config import load_config
+from ..config.models.factory import build
+from ..config.run_config import load_config
 from ..core.spec.yaml_source import read_yaml
 
 PLACEHOLDER = "REPLACE_ME"

@@ -11,10 +11,10 @@ import typer
 
 import fxplug
 
-from ..core.cli.verbs import Allow, Debug, load_saved
+from ..config.cli.verbs import Allow, Debug, load_saved
+from ..config.saved_config import read_saved_config
 from ..core.errors import SpecError, did_you_mean
 from ..core.reading import report_errors
-from ..core.spec.saved_config import read_saved_config
 from ..core.writing import replace_file
 
 SYSTEMS = ("hcp", "zhijian")

@@ -23,7 +23,7 @@ from .errors import ClashError, FxplugError, SpecError, format_fields
 
 GROUP = "fxplug.extensions"
 CONTRACT = 1  # raised when an `Extension` of before no longer works
-KINDS = ("names", "verbs", "checks", "accessors", "hooks", "keys", "passes")
+KINDS = ("names", "verbs", "checks", "accessors", "hooks", "keys", "passes", "sections")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,9 @@ class Extension:
     `names` are public names of `fxplug`; `verbs` functions, or Typer applications, of the command line; `checks` functions that
     `verify` calls, see `fxplug.core.verifier.Subject`; `accessors` classes that are called with a traced module, and are its
     attribute of that name; `passes` YAML files beside a module, `"package.module:file.yaml"`, that `load_pass` takes by name;
-    `keys` subclasses of `Pass` with a field of that name, which a pass file with that key becomes. `blocks` lists packages
-    whose blocks artifacts may name. `hooks` are what fxplug's own extensions put at seams of the core.
+    `keys` subclasses of `Pass` with a field of that name, which a pass file with that key becomes; `sections` the keys of a
+    configuration, see `fxplug.config.sections.ConfigSection`. `blocks` lists packages whose blocks artifacts may name. `hooks`
+    are what fxplug's own extensions put at seams of the core.
 
     `contract` is the `CONTRACT` that it was written for; `bases` names the extensions that it needs, and `extra` the extra of
     `fxplug[...]` that installs its libraries.
@@ -50,6 +51,7 @@ class Extension:
     accessors: Mapping[str, str] = field(default_factory=dict)
     passes: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
+    sections: Mapping[str, str] = field(default_factory=dict)
     hooks: Mapping[str, str] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
 

@@ -15,5 +15,6 @@ EXTENSION = Extension(
         "load_package": "fxplug.exports.package:load_package",
     },
     checks={"exported": "fxplug.exports.blockers:check_export"},
+    sections={"export": "fxplug.exports.export_section:EXPORT"},
     verbs={"export": "fxplug.exports.verbs:export"},
 )

@@ -15,10 +15,10 @@ from ..adapters.formats import find_part
 from ..adapters.layer_names import SWAPPED, map_first_names
 from ..adapters.slots import Adapters
 from ..adapters.writing import describe_model
+from ..config.models.state_dict import convert_to_diffusers
 from ..core.errors import FxplugError, SpecError, did_you_mean, format_fields, quote
 from ..core.ir.traced_module import TracedModule
 from ..core.locks import with_read_lock
-from ..core.models.state_dict import convert_to_diffusers
 from ..core.reading import report_errors
 from ..core.weight_files import save_file, separate
 from ..core.writing import check_new, replace_file, replace_folder

@@ -8,9 +8,9 @@ from typing import Any
 
 import fxplug
 
-from ..core.cli.verbs import load_saved, show_progress
+from ..config.cli.verbs import load_saved, show_progress
+from ..config.saved_config import read_saved_config
 from ..core.errors import SpecError, quote
-from ..core.spec.saved_config import read_saved_config
 
 ADAPTERS = ("peft", "diffusers", "kohya", "comfy", "lycoris", "fxplug")
 CHECKPOINTS = ("diffusers", "timm", "safetensors")

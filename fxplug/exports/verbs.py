@@ -9,9 +9,9 @@ import typer
 
 import fxplug
 
-from ..core.cli.verbs import Allow, Debug, load_saved, make_saved_call, show_progress
+from ..config.cli.verbs import Allow, Debug, load_saved, make_saved_call, show_progress
 from ..core.errors import SpecError, did_you_mean
-from ..core.spec.saved_config import read_saved_export
+from .export_section import read_saved_export
 from .tool_files import TO_TOOLS, export_to_tool
 
 

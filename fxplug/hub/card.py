@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from ..config.flow import load_run_record
 from ..core.errors import FxplugError
-from ..core.flow import load_run_record
 from ..core.ir.text import diff, fold_diff
 from ..core.ir.traced_module import TracedModule
 from ..core.rewriter.removing import remove

@@ -9,7 +9,7 @@ import typer
 
 import fxplug
 
-from ..core.cli.verbs import Allow, Debug, show_progress
+from ..config.cli.verbs import Allow, Debug, show_progress
 
 
 def push(

@@ -9,7 +9,17 @@ import typer
 
 import fxplug
 
-from ..core.cli.verbs import Allow, Debug, Set, Subject, load_saved, make_saved_call, read_config, run_rewrite, show_progress
+from ..config.cli.verbs import (
+    Allow,
+    Debug,
+    Set,
+    Subject,
+    load_saved,
+    make_saved_call,
+    read_config,
+    run_rewrite,
+    show_progress,
+)
 
 
 def tune(

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 EXTENSION = Extension(
     name="parallel",
     extra="parallel",
+    bases=("config",),
     names={
         "fastest_plan": "fxplug.parallel.costs.prediction:fastest_plan",
         "localize": "fxplug.parallel.local_weights:localize",

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..config.cli.verbs import load_saved, read_config, show_progress
+from ..config.flow import make_saved_inputs, rewrite
+from ..config.models.example_inputs import fill_inputs, make_added_inputs
+from ..config.run_config import Config, load_config, resolve
+from ..config.saved_config import read_saved_config
 from ..core.artifacts.artifact import save
-from ..core.cli.verbs import load_saved, read_config, show_progress
 from ..core.errors import SpecError
-from ..core.flow import make_saved_inputs, rewrite
 from ..core.ir.traced_module import TracedModule
-from ..core.models.example_inputs import fill_inputs, make_added_inputs
-from ..core.spec.run_config import Config, load_config, resolve
-from ..core.spec.saved_config import read_saved_config
 from .comparison import get_degrees
 from .costs.plot import save_picture
 from .costs.prediction import fastest_plan, format_figures, format_table, get_figures, predict

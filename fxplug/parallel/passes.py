@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..config.flow import Result, Step, with_config_lines
 from ..core.errors import SpecError
-from ..core.flow import Result, Step, with_config_lines
 from ..core.ir.traced_module import TracedModule
 from ..core.rewriter.matcher import find
 from ..core.spec.rules import Match, Pass, Rule

@@ -10,7 +10,7 @@ import typer
 
 import fxplug
 
-from ..core.cli.verbs import Allow, Debug, Set, Subject, show_progress
+from ..config.cli.verbs import Allow, Debug, Set, Subject, show_progress
 from ..core.errors import SpecError, did_you_mean, quote
 from .plan_options import AXES
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config.model_section import CHECKPOINTS, INDEX, check_pipeline_folder
 from ..core.errors import SpecError, did_you_mean, quote
 from ..core.reading import read_json
-from ..core.spec.model_section import CHECKPOINTS, INDEX, check_pipeline_folder
 
 OPTIONS = ("variant", "revision")  # keyword arguments of `from_pretrained` that a configuration gives on
 UNUSED = ("safety_checker",)  # parts that only look at the finished picture

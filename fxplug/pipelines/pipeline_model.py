@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config.models.built_model import BuiltModel
+from ..config.models.factory import find_device
+from ..config.models.state_dict import load_weights
+from ..config.run_config import Config
 from ..core.errors import FxplugError, SpecError, did_you_mean
 from ..core.ir.entry_checks import find_refusal
 from ..core.ir.traced_module import TracedModule
-from ..core.models.built_model import BuiltModel
-from ..core.models.factory import find_device
-from ..core.models.state_dict import load_weights
-from ..core.spec.run_config import Config
 from .diffusers_types import pipeline_part
 from .example_call import ExampleCall, call_arguments, encode_once
 from .opening import call_parameters, open_pipeline, quantize_part, silence_libraries
@@ -39,7 +39,8 @@ def build_pipeline_model(config: Config, *, device: str | None = None) -> BuiltM
         SpecError: There is no such pipeline or part; the pipeline cannot be called as the configuration says.
     """
     spec, pipe, target = config.model, open_config_pipeline(config), find_device(config)
-    size = config.data.size if config.data is not None else None
+    data = getattr(config, "data", None)
+    size = data.size if data is not None else None
     size = (size, size) if isinstance(size, int) else size
     arguments = call_arguments(pipe, spec.arguments, size)
     part = _part(pipe, spec.part, arguments)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..core.cli.verbs import Debug, show_progress
+from ..config.cli.verbs import Debug, show_progress
 from ..core.errors import SpecError, did_you_mean
 from ..core.spec.pass_file import list_recipes
 from ..core.spec.yaml_source import parse_yaml

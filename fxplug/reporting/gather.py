@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from ..blocks.step_marks import Mark
+from ..config.flow import load_run_record
 from ..core.errors import ArtifactError, FxplugError, SpecError
-from ..core.flow import load_run_record
 from ..core.ir.traced_module import TracedModule, list_class_names
 from ..core.reading import read_json
 from ..core.verifier import Report, is_split

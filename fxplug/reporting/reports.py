@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from ..config.flow import Result
 from ..core.artifacts.artifact import load
 from ..core.errors import FxplugError, SpecError
-from ..core.flow import Result
 from ..core.ir.traced_module import TracedModule
 from ..core.verifier import Report
 from ..core.writing import write_text

@@ -11,7 +11,7 @@ import typer
 
 import fxplug
 
-from ..core.cli.verbs import Allow, Debug, Set, Subject, read_config, run_rewrite, show_progress
+from ..config.cli.verbs import Allow, Debug, Set, Subject, read_config, run_rewrite, show_progress
 from ..core.errors import SpecError
 
 

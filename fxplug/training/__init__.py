@@ -13,5 +13,6 @@ EXTENSION = Extension(
         "Task": "fxplug.training.tasks.task:Task",
         "Trainer": "fxplug.training.trainer:Trainer",
     },
+    sections={"data": "fxplug.training.train_section:DATA", "train": "fxplug.training.train_section:TRAIN"},
     verbs={"train": "fxplug.training.verbs:train"},
 )

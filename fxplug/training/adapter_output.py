@@ -12,9 +12,9 @@ from torch import Tensor
 from ..adapters.contents import read_trained
 from ..adapters.formats import find_part
 from ..adapters.writing import describe_model, make_content, save_parts
+from ..config.run_config import Config
 from ..core.errors import ArtifactError, FxplugError, get_first_line
 from ..core.ir.traced_module import TRAINED, TracedModule
-from ..core.spec.run_config import Config
 from ..pipelines.recorded_run import get_components, hide_warnings
 from .tasks.conditioning import ENCODER
 from .tasks.denoise import Denoise

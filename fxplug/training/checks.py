@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader
 from ..core.artifacts.artifact import check_savable
 from ..core.errors import FxplugError, SpecError, TrainError, prefix_path
 from ..core.ir.traced_module import TracedModule
-from ..core.spec.train_section import Log, Save, Train
 from ..core.writing import check_folder
 from .distributed import remake_accelerator
 from .evaluation import Evaluation
 from .param_groups import find_precision
 from .random_draws import preserve_random_state
 from .tasks.task import Task
+from .train_section import Log, Save, Train
 
 # of a run that writes nothing: a section, a key, and the values that ask for nothing
 IDLE = (

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.errors import MatchError, SpecError, TrainError
 from ..core.ir.traced_module import TracedModule
 from ..core.ir.variants import Variants
-from ..core.spec.train_section import Train
 from ..lowerings.frozen_norms import freeze_norms
 from ..lowerings.linear.fused import fuse
 from ..lowerings.regions.fsdp import shard
@@ -28,6 +27,7 @@ from ..lowerings.regions.nested import nest
 from ..lowerings.regions.submodules import outline
 from .checkpoint import list_differences
 from .outlined_forms import OutlinedForms
+from .train_section import Train
 
 PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ..core import reading, weight_files
 from ..core.errors import ArtifactError
-from ..core.spec.train_section import Data
 from ..core.writing import Folder
 from .run_folder import FULL
+from .train_section import Data
 
 MEMORY = 256 << 20  # bytes
 FORMAT = 1  # of the entries; those of another are not looked at

@@ -14,9 +14,9 @@ from torch import Tensor
 from ..core.errors import TrainError
 from ..core.ir.traced_module import TracedModule
 from ..core.quantised import get_plain_tensors
-from ..core.spec.train_section import Data, Train
 from .checkpoint import Checkpoint, list_differences
 from .random_draws import preserve_random_state, seed_all
+from .train_section import Data, Train
 
 # settings of `train` and `data` that may differ on a resume: how long, how it is divided, computed, saved and shown
 FREE = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.errors import FxplugError, SpecError, prefix_path
 from ..core.spec.pass_file import check_options, import_target
-from ..core.spec.train_section import Use
+from .train_section import Use
 
 
 def import_name(name: str, path: tuple[str, ...]) -> Any:

@@ -16,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
-from ..core.spec.train_section import Train
 from .epoch_table import (
     TRAINING,
     UNITS,
@@ -30,6 +29,7 @@ from .epoch_table import (
 )
 from .log_files import Lines, convert_plain
 from .pictures import make_grid, save_animation, save_curves, save_picture
+from .train_section import Train
 
 FLUSHED = 10  # seconds after which TensorBoard has what was written
 ROWS = 50  # of a run that is given in steps: with small data it has very many epochs

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ..core.errors import SpecError, TrainError
 from ..core.spec.pass_file import get_arguments
-from ..core.spec.train_section import Train, Use
 from ..core.spec.yaml_source import quote_yaml
 from .import_paths import construct, import_name
 from .param_groups import check_scheduler, fill, find_by_name
+from .train_section import Train, Use
 
 PATH = ("train", "optimizer")
 

@@ -17,11 +17,11 @@ from ..core.ir.traced_module import BEFORE_TRAINING, TRAINED, TracedModule
 from ..core.quantised import is_packed
 from ..core.spec.addresses import is_pattern, select
 from ..core.spec.pass_file import get_arguments
-from ..core.spec.task_section import Schedule
-from ..core.spec.train_section import GroupRates, Train, Use
 from ..core.spec.yaml_source import quote_yaml, validate
 from ..core.torch_internals.tensors import lerp_all
 from .import_paths import construct, import_name
+from .task_section import Schedule
+from .train_section import GroupRates, Train, Use
 
 HALVES = (torch.float16, torch.bfloat16)
 SHAPES = ("constant", "linear", "cosine")

@@ -13,8 +13,8 @@ from PIL import Image
 from ..core import extensions
 from ..core.errors import SpecError, format_fields
 from ..core.ir.traced_module import TracedModule
-from ..core.spec.train_section import Train
 from .tasks.task import Task
+from .train_section import Train
 
 
 @dataclass(frozen=True)

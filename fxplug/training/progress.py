@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.errors import TrainError, quote
-from ..core.spec.train_section import Train
+from .train_section import Train
 
 LARGEST = 2**53  # of a whole number that every reader of JSON has exactly
 

@@ -13,12 +13,11 @@ from typing import Any
 import yaml
 from torch import nn
 
+from ..config.flow import Step, rewrite, save_run_record
+from ..config.run_config import Config, load_config, resolve
 from ..core.errors import FxplugError, SpecError, TrainError, format_fields
-from ..core.flow import Step, rewrite, save_run_record
 from ..core.ir.traced_module import TracedModule
 from ..core.reading import report_errors
-from ..core.spec.run_config import Config, load_config, resolve
-from ..core.spec.train_section import Data
 from ..pipelines.pipeline_model import list_denoisers
 from ..pipelines.recorded_run import get_components
 from ..reporting.reports import report
@@ -35,6 +34,7 @@ from .run_folder import RunFolder
 from .shared_samples import share
 from .tasks.pipeline_denoise import PipelineDenoise, check_options, make_pipeline_task
 from .tasks.task import Task, make_task
+from .train_section import Data
 from .trainer import Trainer
 
 LATENTS = "latents"  # what the cache of a VAE has, beside its weights

@@ -19,9 +19,9 @@ except ImportError:  # not on Windows
 
 from ..core.errors import TrainError
 from ..core.reading import get_reason
-from ..core.spec.train_section import Save
 from ..core.writing import check_folder
 from .checkpoint import PREFIX, Checkpoint, list_checkpoints, read, write, write_to
+from .train_section import Save
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MARK = "run.json"  # which the folder of a run has: who writes into it

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from ..core.errors import GuardError, TrainError
 from ..core.ir.traced_module import TracedModule
-from ..core.spec.train_section import Train
 from ..lowerings.frozen_norms import freeze_norms
 from .diagnosis import describe_misfit, find_first_not_finite
 from .distributed import set_mode
 from .random_draws import RunDraws
 from .shared_samples import find_call
 from .tasks.task import Batch, Task
+from .train_section import Train
 
 
 class RunLoss:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..core.errors import TrainError
-from ..core.spec.train_section import Use
 from .param_groups import SHAPES, make_scheduler
+from .train_section import Use
 
 LENGTHS = ("T_max", "total_steps")  # what `make_scheduler` sets by the length of the run
 

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ..core.errors import FxplugError, SpecError, TrainError
 from ..core.ir.traced_module import TracedModule
-from ..core.spec.train_section import Train
 from ..core.torch_internals.modules import tree_map
 from ..parallel.plan import Plan, parallel_plan, parallelize
 from ..parallel.planning.walk import bind, restore_state, walk
@@ -23,6 +22,7 @@ from ..parallel.runtime.mesh import AXES, fill_degrees
 from .distributed import gather, set_mode
 from .random_draws import Draws, preserve_random_state
 from .tasks.task import Task
+from .train_section import Train
 
 PATH = ("train", "parallel")
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
+from ..config.run_config import check_settings, read_passes
 from ..core.errors import FxplugError, SpecError, prefix_path
 from ..core.ir.traced_module import TracedModule
 from ..core.rewriter.applying import apply
 from ..core.rewriter.matcher import find
-from ..core.spec.run_config import check_settings, read_passes
-from ..core.spec.train_section import Train
 from .evaluation import move
 from .plugins import Plugins
 from .tasks.task import Task, TaskInfo
+from .train_section import Train
 
 ASSISTANT = "assistant"  # the name of the pass
 

@@ -16,7 +16,6 @@ from accelerate import Accelerator
 
 from ..core.errors import TrainError
 from ..core.ir.traced_module import TracedModule
-from ..core.spec.train_section import Train, format_use, read_use
 from ..lowerings.frozen_norms import HeldBuffers, find_frozen_buffers
 from ..lowerings.regions.submodules import get_originals
 from .checkpoint import find_newest
@@ -44,6 +43,7 @@ from .shared_samples import divide, share
 from .state import TrainState
 from .task_setup import check_task_settings, list_rewritten_parts, list_trained_beside, set_up_task, with_assistant
 from .tasks.task import Batch, Task, make_task
+from .train_section import Train, format_use, read_use
 
 
 class Trainer:

@@ -9,7 +9,7 @@ import typer
 
 import fxplug
 
-from ..core.cli.verbs import ConfigArg, Debug, Set, read_config, show_progress, show_user_logs
+from ..config.cli.verbs import ConfigArg, Debug, Set, read_config, show_progress, show_user_logs
 
 
 def train(

@@ -20,14 +20,14 @@ import yaml
 
 import fxplug
 from fxplug.__main__ import app
+from fxplug.config.run_config import make_config_model
 from fxplug.core.spec.pass_file import check_options
-from fxplug.core.spec.run_config import Config
-from fxplug.core.spec.train_section import read_use
 from fxplug.training.optimizers import make_optimizer
 from fxplug.training.param_groups import make_scheduler
 from fxplug.training.tasks.conditioning import FolderText
 from fxplug.training.tasks.noise import open_noise
 from fxplug.training.tasks.task import make_task
+from fxplug.training.train_section import read_use
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/guides/coming-from.md").read_text()
@@ -107,7 +107,7 @@ def test_a_line_does_what_it_says(system, code, tmp_path):
         for entry in yaml.safe_load(code):
             ((name, given),) = entry.items() if isinstance(entry, dict) else ((entry, {}),)
             assert fxplug.find(gm, fxplug.load_pass(name, **given))
-    elif code.partition(": ")[0] in Config.model_fields:
+    elif code.partition(": ")[0] in make_config_model().model_fields:
         for folder in re.findall(r"diffusers: ([\w/]+)", code):
             (tmp_path / folder).mkdir(parents=True)
         configured(yaml.safe_load(code), tmp_path)

@@ -16,7 +16,7 @@ from test_layout import PATHS, files, imported, walk
 from fxplug.core import extensions
 from fxplug.core.extensions import Extension
 
-CORE = "core blocks __main__ __init__".split()  # noqa: SIM905
+CORE = "core blocks __init__".split()  # noqa: SIM905
 LIMIT, LIMIT_WITH_VERIFY = 60, 73  # files of ours that the main job imports
 JOB = """
     import sys
@@ -161,6 +161,7 @@ def _all_bases(one: Extension) -> set[str]:
 
 # of each extension and of the core: tests that need no more than it and its bases
 TESTS = {
+    "config": "test_config.py::test_paths_are_relative_to_the_file",
     "adapters": "test_adapter_passes.py::test_each_layer_has_the_rank_of_its_update",
     "step_cache": "test_fastattention.py::test_a_window_computes_what_it_says",
     "lowerings": "test_folding.py::test_passes_on_one_layer_are_folded_in_their_order",
@@ -196,7 +197,7 @@ def test_the_core_passes_its_tests_without_any_extension_and_the_others_without_
         others = [test for other, test in TESTS.items() if other not in names and not names & _all_bases(everything[other])]
         if name in ("lowerings", "parallel"):  # which the helpers of that test import
             others.remove(TESTS["step_cache"])
-        codes.append(_without(name) + _passing(others))
+        codes.append(_without(name) + _passing(others or CORES))
     for name, text in zip(["all", *everything], run(codes, tmp_path), strict=True):
         assert "[100%]" in text and "FAILED" not in text, (name, text)
 
@@ -285,7 +286,30 @@ TWICE = """
     except BaseException as error:
         print(error)
 """
+SECTION = """
+    import dataclasses, halve, json, fxplug
+    from fxplug.config.run_config import resolve
+    from fxplug.config.schema import make_page, make_schema
+    from fxplug.config.sections import ConfigSection
+    from fxplug.core.spec.yaml_source import Section, declare
+
+    class Tile(Section):
+        size: int = declare(8, "its side", 16, ge=1)
+
+    halve.TILE = ConfigSection(Tile, declare(Tile(), "tiles", {{"size": 16}}), {{Tile: "`tile`"}})
+    halve.EXTENSION = dataclasses.replace(halve.EXTENSION, sections={{{key!r}: "halve:TILE"}})
+    try:
+        config = fxplug.load_config({{"model": "resnet18"}}, set=["tile.size=3"])
+        print(config.tile.size, resolve(config)["tile"], "tile" in make_schema()["properties"], "## `tile`" in make_page())
+        assert resolve(fxplug.load_config(resolve(config))) == resolve(config)
+        fxplug.load_config({{"model": "resnet18", "tile": {{"sise": 3}}}})
+    except (fxplug.SpecError, fxplug.ClashError) as error:
+        print(error)
+"""
 CASES = [
+    (SECTION.format(key="tile"), ["3 {'size': 3} True True", "unknown key 'sise'", "did you mean 'size'"]),
+    (SECTION.format(key="seed"), ["an extension brings 'seed', which is a key of every configuration"]),
+    (SECTION.format(key="train"), ["'train'", "halve", "both define"]),
     (USED, ["1 results are halved", "Print how many results", "\n1\n"]),
     (_without("parallel") + PARALLEL, ["unknown key 'parallel'; the extension 'parallel' cannot be used"]),
     (UNFIT.format(change="contract=2"), ["no pass named 'halve'", "for version 2 of the extension interface, and this fxplug "

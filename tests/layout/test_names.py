@@ -46,7 +46,6 @@ VERBS |= set(
 )
 VERBS |= {"as", "with", "without"}  # a changed copy, as `with_suffix` and `as_posix` of pathlib are
 KEPT = {
-    "core.cli.doctor.doctor",  # a verb of the command line
     "core.errors.did_you_mean",  # the text that it gives
     "core.verifier.Unsupported", "core.rewriter.probe.Unchecked", "core.capture.self_check.ValueNotSaved",  # exceptions
     "core.capture.graph_builder.Recording",  # a noun

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from sweeps import sweep
 
-from fxplug.core.cli.pages import make_page
+from fxplug.config.cli.pages import make_page
+from fxplug.config.schema import PARAMETERS
 from fxplug.core.spec.pass_file import list_shipped, open_pass
-from fxplug.core.spec.schema import PARAMETERS
 
 PAGES = Path(__file__).parents[2] / "docs/reference/passes"
 

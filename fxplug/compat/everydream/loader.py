@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 
 from ...core.errors import SpecError, did_you_mean
 from ...core.spec.pass_file import import_target
-from ...core.spec.train_section import Use
 from ...core.spec.yaml_source import quote_yaml
 from ...training.import_paths import construct
+from ...training.train_section import Use
 from .hooks import OFFERED, BasePlugin
 
 PREFIXES = ("on_", "transform_", "modify_")

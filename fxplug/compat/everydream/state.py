@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ...core.errors import did_you_mean
-from ...core.spec.train_section import Train
 from ...training.tasks.task import Task
+from ...training.train_section import Train
 
 
 class Optimizers:

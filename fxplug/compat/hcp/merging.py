@@ -18,10 +18,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ...blocks.lora import HalfLora, Lora
+from ...config.models.factory import build
+from ...config.run_config import load_config
 from ...core.errors import ArtifactError, SpecError, did_you_mean, prefix_path, quote
-from ...core.models.factory import build
 from ...core.spec.rules import COMMON, Match, Pass, Rule
-from ...core.spec.run_config import load_config
 from ...core.spec.yaml_source import Section, make_validator, validate
 from .builtin_plugins import read_half
 from .checkpoint_files import State, list_weights, read_sections, select_names

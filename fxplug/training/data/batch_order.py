@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from ...core.errors import SpecError
-from ...core.spec.train_section import Buckets
 from ..random_draws import mix
+from ..train_section import Buckets
 
 Size = tuple[int, int]
 

@@ -14,8 +14,8 @@ from PIL import Image
 from ...core import reading
 from ...core.errors import DEFAULT, SpecError, TrainError, did_you_mean
 from ...core.reading import parse_json
-from ...core.spec.train_section import Data
 from ...core.spec.yaml_source import Section, Source, Where, validate
+from ..train_section import Data
 from .image_files import read_size
 from .image_sources import IMAGES, ImageFile, ImageSource
 from .sidecars import CONCEPT, ImageSettings, Sidecars, read_json_list, read_name, read_toml, set_numbers

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...core.errors import FxplugError, SpecError, TrainError
-from ...core.spec.train_section import Data
 from ..import_paths import import_function
 from ..plugins import Plugins
 from ..random_draws import mix, preserve_random_state, seed_all
 from ..tasks.task import Task
+from ..train_section import Data
 from ..trigger import with_trigger
 from .batch_order import Order, Request, Size, assign, list_bucket_sizes
 from .collation import collate, pair_with_prior

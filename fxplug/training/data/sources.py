@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from ...core.errors import FxplugError, SpecError, TrainError, did_you_mean, prefix_path, quote
-from ...core.spec.train_section import Data, Use
 from ..import_paths import construct, import_function, import_name
 from ..random_draws import preserve_random_state
+from ..train_section import Data, Use
 from .files import FileItems, Items, check_folder, open_files
 from .image_files import Unreadable, convert_image, get_stored, read_size
 from .image_sources import IMAGES, ImageFile

@@ -15,10 +15,10 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...core.capture.isolation import get_random_state, set_random_state
 from ...core.errors import TrainError
-from ...core.spec.train_section import Data, Use
 from ..plugins import Plugins
 from ..random_draws import mix, preserve_random_state, seed_all
 from ..tasks.task import Task
+from ..train_section import Data, Use
 from .batch_order import Size
 from .collation import collate_key
 from .files import count_classes, name_classes

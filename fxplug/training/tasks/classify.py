@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from ...core.errors import SpecError, did_you_mean, quote
 from ...core.spec.pass_file import check_known, get_arguments
-from ...core.spec.task_section import ClassifyOptions
-from ...core.spec.train_section import Use, read_use
 from ...core.spec.yaml_source import check_number, validate
 from ..import_paths import construct, import_function
 from ..random_draws import Draws, preserve_random_state
+from ..task_section import ClassifyOptions
+from ..train_section import Use, read_use
 from .model_call import ModuleCall, check_labels, get_images, list_inputs
 from .task import Batch, Task, TaskInfo, Totals
 

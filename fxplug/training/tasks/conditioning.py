@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...config.models.factory import build
+from ...config.run_config import load_config, read_passes
 from ...core.artifacts.artifact import save
 from ...core.capture.tracer import trace
 from ...core.errors import FxplugError, SpecError, prefix_path
 from ...core.ir.traced_module import TracedModule
-from ...core.models.factory import build
 from ...core.rewriter.applying import apply
 from ...core.rewriter.matcher import find
 from ...core.spec.pass_file import check_options
 from ...core.spec.rules import Pass
-from ...core.spec.run_config import load_config, read_passes
-from ...core.spec.task_section import TextOptions
-from ...core.spec.train_section import Train, read_use
 from ...core.spec.yaml_source import describe_missing, validate
 from ...parallel.parallel_pass import ParallelPass
 from ..distributed import set_mode
 from ..import_paths import import_function
 from ..param_groups import BASE, choose, find_parameters
 from ..random_draws import Draws, seed_within
+from ..task_section import TextOptions
+from ..train_section import Train, read_use
 from .model_call import find_tensor
 
 LONGEST = 512  # tokens of a caption where neither the tokenizer nor the encoder says how many

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import SpecError, prefix_path, quote
-from ...core.spec.task_section import DenoiseOptions
-from ...core.spec.train_section import read_use
 from ...core.spec.yaml_source import validate
 from ..random_draws import Draws
+from ..task_section import DenoiseOptions
+from ..train_section import read_use
 from ..trigger import replace_trigger, with_trigger
 from .conditioning import Text, Vae
 from .losses import MSE, add_offset, compute_huber_delta, compute_losses, compute_mean, read_loss

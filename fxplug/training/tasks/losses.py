@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...core.errors import SpecError, did_you_mean, quote
 from ...core.spec.pass_file import check_known
-from ...core.spec.train_section import Use
 from ...core.spec.yaml_source import check_number
+from ..train_section import Use
 from .task import Batch
 
 HUBER: dict[str, Any] = {"delta": 0.1, "schedule": "constant"}

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ...core.errors import SpecError, did_you_mean
 from ...core.spec.pass_file import check_known, get_arguments
-from ...core.spec.train_section import Use
 from ...core.spec.yaml_source import check_number, describe_missing
 from ..random_draws import Draws
+from ..train_section import Use
 
 PREDICTIONS = ("epsilon", "v_prediction", "sample", "flow")
 FILE = "scheduler_config.json"

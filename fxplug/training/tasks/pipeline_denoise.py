@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from ...core.errors import SpecError, did_you_mean, prefix_path, quote
 from ...core.ir.traced_module import TracedModule
 from ...core.ir.variants import Variants, choose_module
-from ...core.spec.task_section import DenoiseOptions
-from ...core.spec.train_section import Use, read_use
 from ...core.spec.yaml_source import validate
 from ...pipelines.denoiser_call import SampleCondition
 from ...pipelines.observation import PROMPTS
@@ -23,6 +21,8 @@ from ..distributed import find_largest
 from ..encoded_cache import EncodedCache
 from ..image_encoding import check_still_readable, encode_batch, encode_images
 from ..random_draws import Draws, preserve_random_state
+from ..task_section import DenoiseOptions
+from ..train_section import Use, read_use
 from ..trigger import replace_trigger, with_trigger
 from .denoise import TESTED, FixedDraws, take_rows
 from .losses import MSE, add_offset, compute_huber_delta, compute_losses, compute_mean, read_loss

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import SpecError, did_you_mean, format_fields
-from ...core.spec.train_section import read_use
 from ..import_paths import construct, import_name
 from ..random_draws import Draws
+from ..train_section import read_use
 
 if TYPE_CHECKING:
     from .conditioning import FolderText

@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import extensions
-from .artifacts.artifact import save
-from .capture.fake_tensors import is_missing_values
-from .capture.tracer import trace
-from .errors import DEFAULT, LONGEST, ArtifactError, FxplugError, SpecError, cut_lines, escape, format_fields
-from .ir.containers import count_pass_parameters
-from .ir.text import diff, find_patterns
-from .ir.traced_module import TracedModule, list_class_names
+from ..core import extensions
+from ..core.artifacts.artifact import save
+from ..core.capture.fake_tensors import is_missing_values
+from ..core.capture.tracer import trace
+from ..core.errors import DEFAULT, LONGEST, ArtifactError, FxplugError, SpecError, cut_lines, escape, format_fields
+from ..core.ir.containers import count_pass_parameters
+from ..core.ir.text import diff, find_patterns
+from ..core.ir.traced_module import TracedModule, list_class_names
+from ..core.rewriter.applying import apply
+from ..core.rewriter.matcher import find
+from ..core.rewriter.sites import Site, Sites
+from ..core.writing import check_folder
 from .models.built_model import BuiltModel
 from .models.example_inputs import build_with_inputs, fill_inputs, make_added_inputs, make_inputs
 from .models.factory import find_device
-from .rewriter.applying import apply
-from .rewriter.matcher import find
-from .rewriter.sites import Site, Sites
-from .spec.run_config import Config, load_config, resolve
-from .spec.saved_config import read_saved_config
-from .writing import check_folder
+from .run_config import Config, load_config, resolve
+from .saved_config import read_saved_config
 
 if TYPE_CHECKING:  # what a dry run may do without is imported by what needs it
-    from .verifier import Report
+    from ..core.verifier import Report
 
 SHOWN = 30  # so many sites are listed in the text of a result
 Step = Callable[[str], AbstractContextManager[Any]]
@@ -126,7 +126,7 @@ def rewrite(
         result = _plan(config, step) if dry_run else _rewritten(config, step)
         if checked:
             with step("verify"):
-                from .verifier import verify as run_checks
+                from ..core.verifier import verify as run_checks
 
                 args, kwargs = result.inputs
                 result.report = run_checks(result.base, result.module, args, kwargs, compile=compile and not dry_run)
@@ -160,11 +160,10 @@ def read_saved_diff(folder: str | Path, module: TracedModule) -> str:
 
 
 def load_run_record(module: TracedModule) -> dict[str, Any] | None:
-    """Return a saved rewrite's record of the model before it: `text`, the diff, and `changes`; None if other passes were
-    applied. `text`, the diff, and `changes`; None where other passes were applied.
+    """Return a saved rewrite's record of the model before it; None if other passes were applied since.
 
-    `changes` are for pages, None without fxplug.reporting; `checks` is what verification had found, None where it was off. What
-    older versions saved lacks both.
+    `text` is the diff, `changes` are for pages, None without fxplug.reporting; `checks` is what verification had found, None
+    where it was off. What older versions saved lacks both.
     """
     kept, applied = module.meta.get("diff"), [entry["name"] for entry in module.meta.get("passes", [])]
     return kept if isinstance(kept, dict) and kept.get("passes") == applied else None

@@ -10,9 +10,9 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from ..errors import format_fields
-from ..ir.traced_module import TracedModule
-from ..spec.model_section import TensorDtype
+from ...core.errors import format_fields
+from ...core.ir.traced_module import TracedModule
+from ..model_section import TensorDtype
 
 
 @dataclass

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import weight_files
-from ..errors import DEFAULT, Limits, SpecError, did_you_mean, find_nearest, quote
-from ..reading import Raises, read_json
-from ..spec.addresses import select
-from ..spec.model_section import INDICES, SUFFIXES, WeightsSpec
+from ...core import weight_files
+from ...core.errors import DEFAULT, Limits, SpecError, did_you_mean, find_nearest, quote
+from ...core.reading import Raises, read_json
+from ...core.spec.addresses import select
+from ..model_section import INDICES, SUFFIXES, WeightsSpec
 
 SHOWN = 4  # so many keys of each kind are listed when weights do not fit
 WRAPPERS = ("state_dict", "model")  # a checkpoint often has its weights under one of these, beside other things

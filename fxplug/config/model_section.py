@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import ValidationInfo, model_validator
 
-from ..errors import SpecError, did_you_mean
-from .rules import check_target
-from .yaml_source import (
+from ..core.errors import SpecError, did_you_mean
+from ..core.spec.rules import check_target
+from ..core.spec.yaml_source import (
     Section,
     Text,
     convert_error,

@@ -9,14 +9,14 @@ from typing import Any
 
 import yaml
 
-from ..errors import SpecError
+from ...core.errors import SpecError
+from ...core.ir.containers import count_pass_parameters as counted
+from ...core.ir.text import diff
+from ...core.reading import make_reporter, report_errors
+from ...core.spec.pass_file import REQUIRED, Draft, list_shipped, open_pass
+from ...core.spec.rules import NUMERICS
 from ..flow import Result, rewrite
-from ..ir.containers import count_pass_parameters as counted
-from ..ir.text import diff
-from ..reading import make_reporter, report_errors
-from ..spec.pass_file import REQUIRED, Draft, list_shipped, open_pass
-from ..spec.rules import NUMERICS
-from ..spec.schema import list_parameters
+from ..schema import list_parameters
 
 LINES = 24  # so much of the diff is shown
 SMALL: dict[str, Any] = {"timm": "vit_tiny_patch16_224", "options": {"img_size": 32, "depth": 2, "num_classes": 10}}

@@ -6,8 +6,9 @@ import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -16,15 +17,14 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     WithJsonSchema,
+    create_model,
 )
 
-from ..errors import DEFAULT, Limits, SpecError, did_you_mean, format_path, prefix_path
-from ..reading import report_errors
-from .model_section import OF_PIPELINES, Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs
-from .pass_file import find_file, is_file_name, open_pass
-from .rules import COMMON, Pass, check_common
-from .train_section import Data, Export, Train
-from .yaml_source import (
+from ..core.errors import DEFAULT, ClashError, Limits, SpecError, did_you_mean, format_path, prefix_path
+from ..core.reading import report_errors
+from ..core.spec.pass_file import find_file, is_file_name, open_pass
+from ..core.spec.rules import COMMON, Pass, check_common
+from ..core.spec.yaml_source import (
     QUOTES,
     Section,
     Source,
@@ -37,8 +37,8 @@ from .yaml_source import (
     quote_yaml,
     read_yaml,
 )
-
-FREE = ("inputs", "train", "data", "export")  # sections that --set makes where none is
+from .model_section import OF_PIPELINES, Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs
+from .sections import read_sections
 
 
 def _passes(value: Any, info: ValidationInfo) -> list[Pass]:
@@ -89,7 +89,12 @@ _TENSOR = {
 
 
 class Config(Section):
-    """One run. Made by `load_config`; `passes` are read and have their parameters."""
+    """One run. Made by `load_config`; `passes` are read and have their parameters. Extensions bring further sections."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a section that an extension brings."""
 
     model: ModelSpec = declare(
         ...,
@@ -121,9 +126,6 @@ class Config(Section):
         ge=0,
         le=2**63 - 1,
     )
-    train: Train | None = declare(None, "how the passes are trained, for `fxplug train`", {"task": "classify", "epochs": 2})
-    data: Data | None = declare(None, "what they are trained on", {"classes": "photos/"})
-    export: Export = declare(Export(), "what `fxplug export` does where its call does not say", {"to": "onnx"})
 
     _source: Source = PrivateAttr(default_factory=lambda: Source({}))
     _base: Path = PrivateAttr(default_factory=Path.cwd)
@@ -143,9 +145,19 @@ class Config(Section):
         try:
             yield
         except SpecError as error:
-            if error.located or not error.path or error.path[0] not in Config.model_fields:
+            if error.located or not error.path or error.path[0] not in type(self).model_fields:
                 raise
             raise self._source.error(error.finding, *error.path, key=error.key) from error.__cause__
+
+
+@cache
+def make_config_model() -> type[Config]:
+    """Return `Config` with the sections that extensions bring. Raises ClashError for one that it has already."""
+    brought = read_sections()
+    if taken := [key for key in brought if key in Config.model_fields]:
+        raise ClashError(f"an extension brings '{taken[0]}', which is a key of every configuration: rename it there")
+    fields: dict[str, Any] = {key: (one.annotation, one.field) for key, one in brought.items()}
+    return create_model("Config", __base__=Config, __doc__=Config.__doc__, **fields)
 
 
 def load_config(
@@ -182,9 +194,9 @@ def load_config(
         _assign(read, item)
     try:
         with read.inside(), report_errors(read.error, "names a file whose path the system does not accept"):
-            config = Config.model_validate(read.data, context={"source": read, "base": base})
+            config = make_config_model().model_validate(read.data, context={"source": read, "base": base})
     except ValidationError as error:
-        raise _translated(error, Config, read) from None
+        raise _translated(error, make_config_model(), read) from None
     config._source, config._base = read, base
     return config
 
@@ -242,7 +254,7 @@ def _assign(source: Source, item: str) -> None:
             step = {}
         elif isinstance(step, str) and path[:-1] == ("passes",):
             step = {step: {}}
-        elif step is None and (path[0] in FREE or path in (("model", "options"), ("model", "call"))):
+        elif step is None and (path[0] in ("inputs", *read_sections()) or path in (("model", "options"), ("model", "call"))):
             step = {}
         elif not isinstance(step, (dict, list)):
             finding = f"no such key: '{format_path(path)}' is {quote_yaml(step)}, which has no '{text}'"
@@ -268,7 +280,8 @@ def _step(node: Any, text: str, path: tuple[str | int, ...], here: Where) -> tup
         key = max(inside, key=len)
         return key, text[len(key) + 1 :], node[key]
     inside_model = ["options", "call"] if "pipeline" in node else ["options"]
-    known = [*node, *inside_model] if path == ("model",) else list(dict.fromkeys([*node, *list_fields(Config, path)]))
+    inside = inside_model if path == ("model",) else [*list_fields(make_config_model(), path)]
+    known = list(dict.fromkeys([*node, *inside]))
     closed = not path or rest or (path[0] == "passes" and len(path) == 2)
     if closed and head not in known:
         place = f"'{format_path(path)}'" if path else "a configuration"
@@ -285,13 +298,13 @@ def resolve(config: Config) -> dict[str, Any]:
     """
     raw: dict[str, Any] = copy.deepcopy(config._source.data)
     out: dict[str, Any] = {}
-    for key in Config.model_fields:
+    for key, field in type(config).model_fields.items():
         value = getattr(config, key)
         if key == "model":
             extra = [name for name in OF_PIPELINES if value.kind == "pipeline" and getattr(value, name) is not None]
             out[key] = {name: copy.deepcopy(getattr(value, name)) for name in (value.kind, *extra, "options")}
         elif key in ("weights", "inputs"):
-            out[key] = raw.get(key, Config.model_fields[key].default)
+            out[key] = raw.get(key, field.default)
         elif key == "passes":
             names = [item if isinstance(item, str) else next(iter(item)) for item in raw.get(key, [])]
             pairs = zip(names, value, strict=True)

@@ -9,11 +9,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from ..core.spec.pass_file import REQUIRED, Draft, list_shipped, open_pass
 from .model_section import Constant, ModelSpec, Tensor, WeightsSpec
-from .pass_file import REQUIRED, Draft, list_shipped, open_pass
-from .run_config import Config
-from .task_section import SCHEDULES, TASKS, ClassifyOptions, DenoiseOptions, Schedule, TextOptions
-from .train_section import Buckets, Data, Export, GroupRates, Log, Parallel, Save, Test, Train
+from .run_config import make_config_model
+from .sections import read_sections
 
 Texts = Mapping[str, tuple[str, Any]]
 
@@ -53,14 +52,15 @@ def parameter(name: str, default: Any, said: Mapping[str, str], given: Mapping[s
     return said.get(name, text), example
 
 
-SECTIONS: dict[type[BaseModel], str] = {
-    Config: "A configuration", ModelSpec: "`model`, where it is a mapping", WeightsSpec: "`weights`, where it is a mapping",
-    Tensor: "`inputs`, a tensor", Constant: "`inputs`, a constant", Train: "`train`", Save: "`train.save`", Log: "`train.log`",
-    GroupRates: "`train.groups`, below a pattern",
-    Test: "`train.test`", Parallel: "`train.parallel`", Schedule: "`train.scheduler`, below `constant`, `linear` or `cosine`",
-    ClassifyOptions: "`train.task`, below `classify`", DenoiseOptions: "`train.task`, below `denoise`",
-    TextOptions: "`train.task.denoise.text`, below a folder", Data: "`data`", Buckets: "`data.buckets`", Export: "`export`",
-}  # fmt: skip
+def list_headings() -> dict[type[BaseModel], str]:
+    """Return the heading of each model of a configuration, in the order of the page of keys."""
+    found: dict[type[BaseModel], str] = {
+        make_config_model(): "A configuration", ModelSpec: "`model`, where it is a mapping",
+        WeightsSpec: "`weights`, where it is a mapping", Tensor: "`inputs`, a tensor", Constant: "`inputs`, a constant",
+    }  # fmt: skip
+    for brought in read_sections().values():
+        found |= brought.headings
+    return found
 
 
 SHAPES: Mapping[str, Any] = {
@@ -73,9 +73,10 @@ SHAPES: Mapping[str, Any] = {
 
 def make_schema() -> dict[str, Any]:
     """Return the JSON Schema of a configuration; it includes the parameters of every shipped pass."""
-    made = copy.deepcopy(Config.model_json_schema())  # parts of it are the constants of annotations
-    for section in SECTIONS:
-        part = made if section is Config else made["$defs"].setdefault(section.__name__, section.model_json_schema())
+    whole = make_config_model()
+    made = copy.deepcopy(whole.model_json_schema())  # parts of it are the constants of annotations
+    for section in list_headings():
+        part = made if section is whole else made["$defs"].setdefault(section.__name__, section.model_json_schema())
         for key, field in section.model_fields.items():
             found = part["properties"][key]
             found["description"] = _described(field.description or "", found.get("default", REQUIRED), *field.examples or ())
@@ -85,8 +86,9 @@ def make_schema() -> dict[str, Any]:
         properties[key]["anyOf"] = [*({"type": kind} for kind in kinds), {"$ref": f"#/$defs/{name}"}]
     constant = properties["inputs"]["additionalProperties"]
     constant["anyOf"] = [{"$ref": "#/$defs/Tensor"}, {"$ref": "#/$defs/Constant"}, {}]
-    for key, shipped_options in (("task", TASKS), ("scheduler", SCHEDULES)):
-        _add_options(made["$defs"]["Train"]["properties"][key], shipped_options)
+    for brought in read_sections().values():
+        for (section, key), shipped_options in brought.options.items():
+            _add_options(made["$defs"][section.__name__]["properties"][key], shipped_options)
     names = {name: _pass(open_pass(path)) for name, path in list_shipped("passes").items()}
     one = {
         "type": "object",
@@ -167,7 +169,7 @@ def make_page() -> str:
         "Written by `fxplug schema --page`; `fxplug schema` gives the same to an editor. What a pass takes is on",
         "[its own page](passes.md), and in `fxplug passes NAME`.",
     ]
-    for section, title in SECTIONS.items():
+    for section, title in list_headings().items():
         lines += ["", f"## {title}", "", "| key | default | example | |", "|---|---|---|---|"]
         for key, field in section.model_fields.items():
             default = parts[section.__name__]["properties"][key].get("default", REQUIRED)

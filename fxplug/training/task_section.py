@@ -7,9 +7,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, field_validator, model_validator
 
-from ..errors import SpecError
-from .model_section import Dtype
-from .yaml_source import Section, Text, check_finite, check_number, convert_error, declare, make_validator, quote_yaml
+from ..config.model_section import Dtype
+from ..core.errors import SpecError
+from ..core.spec.yaml_source import (
+    Section,
+    Text,
+    check_finite,
+    check_number,
+    convert_error,
+    declare,
+    make_validator,
+    quote_yaml,
+)
 
 LEAST = 1e-3  # alpha of a beta distribution
 MOST = 10_000  # of pictures, and of the steps that make one

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..ir.traced_module import TracedModule
+    from ...core.ir.traced_module import TracedModule
 
 STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
@@ -30,7 +30,7 @@ def print_rows(listing: str) -> None:
 
 def make_diff(diff: str, module: TracedModule, whole: bool) -> list[str]:
     """Return a diff, with repeated parts once unless `whole`, and a one-line summary."""
-    from ..ir.text import fold_diff, summarize_diff
+    from ...core.ir.text import fold_diff, summarize_diff
 
     passes = [entry["name"] for entry in module.meta.get("passes", [])]
     return [diff if whole else fold_diff(diff), summarize_diff(diff, passes)]
@@ -38,7 +38,7 @@ def make_diff(diff: str, module: TracedModule, whole: bool) -> list[str]:
 
 def format_modules(module: TracedModule) -> str:
     """Return the tree of a module's modules."""
-    from ..ir.text import show_modules
+    from ...core.ir.text import show_modules
 
     return show_modules(module)
 

@@ -24,15 +24,15 @@ from typer.core import TyperGroup
 
 import fxplug
 
-from .. import extensions, find_extra
-from ..errors import FxplugError, SpecError, make_printable
-from ..spec.pass_file import list_recipes, list_shipped
-from ..spec.run_config import Config, load_config
-from ..torch_internals import FAKE_TENSOR_LOG
+from ...core import extensions, find_extra
+from ...core.errors import FxplugError, SpecError, make_printable
+from ...core.spec.pass_file import list_recipes, list_shipped
+from ...core.torch_internals import FAKE_TENSOR_LOG
+from ..run_config import Config, load_config
 
 if TYPE_CHECKING:
+    from ...core.ir.traced_module import TracedModule
     from ..flow import Result
-    from ..ir.traced_module import TracedModule
 
 DEBUG = "fxplug.debug"
 PATIENCE = 1.0  # seconds before progress is shown
@@ -215,7 +215,7 @@ def make_saved_call(folder: str | Path, module: TracedModule) -> tuple[tuple[Any
 
 def format_parameters(result: Result) -> str:
     """Return the number of parameters of a result's module, and how many each pass added, as text."""
-    from ..ir.containers import count_pass_parameters as counted
+    from ...core.ir.containers import count_pass_parameters as counted
 
     return counted(result.module)
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import SpecError
-from ..extensions import need_hook
-from ..ir.traced_module import TracedModule
-from ..spec.model_section import Constant, InputSpec, Tensor
-from ..spec.pass_file import check_known, get_arguments
-from ..spec.run_config import Config, resolve
+from ...core.errors import SpecError
+from ...core.extensions import need_hook
+from ...core.ir.traced_module import TracedModule
+from ...core.spec.pass_file import check_known, get_arguments
+from ..model_section import Constant, InputSpec, Tensor
+from ..run_config import Config, resolve
 from .built_model import BuiltModel, describe_inputs
 from .factory import build, find_device
 

@@ -14,7 +14,7 @@ import warnings
 import typer
 
 from ... import __version__
-from .. import LIBRARIES, find_version, is_tested
+from ...core import LIBRARIES, find_version, is_tested
 from .verbs import Debug
 
 COMPILERS = {"c++": "torch.compile on a CPU, packages compiled ahead", "nvcc": "packages for CUDA"}

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import FxplugError, SpecError, did_you_mean
-from ..extensions import need_hook
-from ..reading import read_json
-from ..spec.model_section import CHECKPOINTS, ModelSpec, WeightsSpec
-from ..spec.pass_file import check_known, get_arguments, import_target
-from ..spec.run_config import Config
+from ...core.errors import FxplugError, SpecError, did_you_mean
+from ...core.extensions import need_hook
+from ...core.reading import read_json
+from ...core.spec.pass_file import check_known, get_arguments, import_target
+from ..model_section import CHECKPOINTS, ModelSpec, WeightsSpec
+from ..run_config import Config
 from .state_dict import State, _assign, _on_meta, load_weights, read_weights
 
 # what makes a model where it is called, on meta for one; what it needs of its library is imported before that, which on meta

@@ -1,4 +1,4 @@
-"""What a configuration says about a training run and an export: its `train`, `data` and `export` sections."""
+"""What a configuration says about a training run: its sections `train` and `data`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import PlainSerializer, ValidationInfo, field_validator, model_validator
 
-from ..errors import SpecError, prefix_path
-from .pass_file import check_known
-from .task_section import SCHEDULES, TASKS
-from .yaml_source import Section, Text, check_finite, convert_error, declare, make_validator, quote_yaml, validate
+from ..config.sections import ConfigSection
+from ..core.errors import SpecError, prefix_path
+from ..core.spec.pass_file import check_known
+from ..core.spec.yaml_source import (
+    Section,
+    Text,
+    check_finite,
+    convert_error,
+    declare,
+    make_validator,
+    quote_yaml,
+    validate,
+)
+from .task_section import SCHEDULES, TASKS, ClassifyOptions, DenoiseOptions, Schedule, TextOptions
 
 Stop = Literal["stop", "continue"]
 LONGEST_SIDE = 65536  # of an image, pixels
@@ -259,16 +269,6 @@ class Buckets(Section):
     max: int | None = declare(None, "the longest side, pixels; null: twice `size`", 1024, ge=1, le=LONGEST_SIDE)
 
 
-class Export(Section):
-    """The `export` section: what `fxplug export` does with the saved rewrite where its call does not say."""
-
-    to: Literal["pt2", "aoti", "onnx"] = declare(
-        "pt2", "a program of torch.export's, compiled ahead of time, or for onnxruntime", "aoti"
-    )
-    free: Literal["all", "batch", "none"] = declare("all", "which sizes stay free", "batch")
-    device: Text | None = declare(None, "where compiled code will run; null: where it is exported", "cuda")
-
-
 KINDS = ("images", "videos", "classes", "dataset", "call")
 # of which kinds of data a setting is, where it is not of all
 OF_KINDS = {
@@ -396,3 +396,27 @@ class Data(Section):
                 found = ("has no effect: prior images have that of the images, so leave it out", ("prior", other))
         if found is not None:
             raise convert_error(SpecError(found[0], path=found[1]))
+
+
+TRAIN = ConfigSection(
+    Train | None,
+    declare(None, "how the passes are trained, for `fxplug train`", {"task": "classify", "epochs": 2}),
+    {
+        Train: "`train`",
+        Save: "`train.save`",
+        Log: "`train.log`",
+        GroupRates: "`train.groups`, below a pattern",
+        Test: "`train.test`",
+        Parallel: "`train.parallel`",
+        Schedule: "`train.scheduler`, below `constant`, `linear` or `cosine`",
+        ClassifyOptions: "`train.task`, below `classify`",
+        DenoiseOptions: "`train.task`, below `denoise`",
+        TextOptions: "`train.task.denoise.text`, below a folder",
+    },
+    {(Train, "task"): TASKS, (Train, "scheduler"): SCHEDULES},
+)
+DATA = ConfigSection(
+    Data | None,
+    declare(None, "what they are trained on", {"classes": "photos/"}),
+    {Data: "`data`", Buckets: "`data.buckets`"},
+)
