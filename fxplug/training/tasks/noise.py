@@ -9,7 +9,6 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers.training_utils import compute_loss_weighting_for_sd3
 from torch import Tensor
 
 from ...core.errors import SpecError, did_you_mean
@@ -203,8 +202,12 @@ class Flow(Noise):
 
     def weight(self, index: Tensor) -> Tensor:
         """Return the weight of `weighting`, float32 [b]."""
-        weight: Tensor = compute_loss_weighting_for_sd3(self.weighting, self.sigmas.to(index.device, torch.float32)[index])
-        return weight
+        sigma = self.share(index)  # diffusers.training_utils has the same, and imports all of its models, PEFT and quantisers
+        if self.weighting == "sigma_sqrt":
+            return sigma**-2.0
+        if self.weighting == "cosmap":
+            return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
+        return torch.ones_like(sigma)
 
     def share(self, index: Tensor) -> Tensor:
         """Return the share of noise, float32 [b]."""
