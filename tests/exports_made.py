@@ -11,6 +11,7 @@ import torch
 import zoo
 from safetensors.torch import save_file
 from torch import nn
+from torch._export import utils as export_utils
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 import fxplug
@@ -57,10 +58,20 @@ def adapter(path, rank, layers=("conv", "emb", "lin")):
 
 @contextlib.contextmanager
 def one_registry():
-    """torch makes its table of translations anew for each export, which is half the time of a small one."""
-    make = ONNXRegistry.from_torchlib
+    """torch makes its table of translations anew for each export, and looks up all of its operations thirty times: more than
+    half the time of a small one. Operations that are added in between are seen."""
+    make, look = ONNXRegistry.from_torchlib, export_utils._materialize_cpp_cia_ops
+    seen = []
+
+    def look_once():
+        found = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+        if found not in seen:
+            look()
+            seen[:] = [found]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(make)))
+        patch.setattr(export_utils, "_materialize_cpp_cia_ops", look_once)
         yield
 
 

@@ -282,12 +282,13 @@ def fuzz_exports(cases: int, seed: int, counts: Counter[str] | None = None, of: 
     found = []
     counts = Counter() if counts is None else counts
     known = [text for text in operations() if of in text]
-    for n in range(seed, seed + cases):
-        rng = random.Random(n)
-        text = known[n * STRIDE % len(known)]
-        with one_registry(), warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
-            warnings.simplefilter("ignore")
-            found += [f"case {n}: {text}: {line}" for line in _attack(text, rng, Path(folder), counts)]
+    with one_registry(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for n in range(seed, seed + cases):
+            rng = random.Random(n)
+            text = known[n * STRIDE % len(known)]
+            with tempfile.TemporaryDirectory() as folder:
+                found += [f"case {n}: {text}: {line}" for line in _attack(text, rng, Path(folder), counts)]
     return found
 
 

@@ -6,6 +6,7 @@ import itertools
 import os
 from pathlib import Path
 
+import exports_made
 import pytest
 import torch
 from exports_made import LOAD, adapter, inputs, made, pair_of, same
@@ -14,6 +15,12 @@ import fxplug
 from fxplug.core.errors import ArtifactError, FxplugError, GuardError, SpecError
 
 KINDS = ["onnx", pytest.param("aoti", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_registry():
+    with exports_made.one_registry():
+        yield
 
 
 @pytest.fixture(params=KINDS)

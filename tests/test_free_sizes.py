@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import exports_made
 import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from exports_made import LOAD
 from torch import nn
 from torch.utils._sympy.functions import Mod as TorchMod
 
@@ -32,6 +32,12 @@ OPERATIONS = {
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
 }
 FREE = ["convolution", "sorted", "attention"]  # of every size
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_registry():
+    with exports_made.one_registry():
+        yield
 
 
 class Of(nn.Module):
@@ -95,7 +101,7 @@ def test_a_size_that_stays_is_that_of_the_example(tmp_path):
 @pytest.mark.parametrize("dims", [(0,), ()])
 def test_what_is_squeezed_is_not_1_where_it_was_not(dims, to, tmp_path):
     gm = fxplug.trace(Of(lambda x: x.squeeze(*dims)).eval(), X)
-    model = LOAD[to](fxplug.export(gm, tmp_path, X, to=to).path)
+    model = exports_made.LOAD[to](fxplug.export(gm, tmp_path, X, to=to).path)
     torch.testing.assert_close(torch.as_tensor(model(X[:, :, :5].repeat(2, 1, 1, 1))), gm(X[:, :, :5].repeat(2, 1, 1, 1)))
     with pytest.raises(GuardError, match=r"for inputs with x.shape\[0\] != 1"):
         model(X[:1])
