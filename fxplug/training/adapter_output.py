@@ -16,6 +16,7 @@ from ..config.run_config import Config
 from ..core.errors import ArtifactError, FxplugError, get_first_line
 from ..core.ir.traced_module import TRAINED, TracedModule
 from ..pipelines.recorded_run import get_components, hide_warnings
+from .network_output import KIND, find_network, make_controlled_pipeline, make_network_model
 from .tasks.conditioning import ENCODER
 from .tasks.denoise import Denoise
 from .tasks.pipeline_denoise import PipelineDenoise
@@ -37,6 +38,12 @@ def has_adapter(task: Task, config: Config, module: TracedModule) -> bool:
 def check_adapter(module: TracedModule, task: Task) -> None:
     """Warn, before the training starts, of trainable parameters that `adapter/` cannot hold: a layer of the base, an encoder;
     and of a pipeline that does not load it."""
+    if isinstance(task, PipelineDenoise) and (network := find_network(module)) is not None:
+        try:
+            make_network_model(module, network, task)
+        except ArtifactError as error:
+            warnings.warn(f"adapter/ is not written, module/ has all that trains: {error}", stacklevel=3)
+        return
     parts = trained_parts(module, task)
     where = "module/ has" if ENCODER not in parts else "module/ and text/ have"
     try:
@@ -76,6 +83,16 @@ def write_adapter(module: TracedModule, task: Task, out: Path, pipeline: str) ->
     """
     parts = trained_parts(module, task)
     lines = ["from diffusers import DiffusionPipeline", f"pipe = DiffusionPipeline.from_pretrained({pipeline})"]
+    if isinstance(task, PipelineDenoise) and (network := find_network(module)) is not None:
+        try:
+            make_network_model(module, network, task).save_pretrained(out / "adapter")
+        except (FxplugError, OSError) as error:
+            if isinstance(error, OSError):
+                warnings.warn(f"{out / 'adapter'} cannot be written: {error}", stacklevel=2)
+            return "\n".join(["import fxplug", *lines, _load_module(task, out)])
+        lines[0] = f"from diffusers import AutoPipelineForText2Image, {KIND}, DiffusionPipeline"
+        loading = f"{KIND}.from_pretrained({str(out / 'adapter')!r})"
+        return "\n".join([*lines, f"pipe = AutoPipelineForText2Image.from_pipe(pipe, controlnet={loading})"])
     try:
         _check_encoder(module, task)
         (out / "adapter").mkdir(exist_ok=True)
@@ -85,14 +102,22 @@ def write_adapter(module: TracedModule, task: Task, out: Path, pipeline: str) ->
             warnings.warn(f"{out / 'adapter'} cannot be written: {error}", stacklevel=2)
         elif (out / "adapter").is_dir() and not any((out / "adapter").iterdir()):
             (out / "adapter").rmdir()
+        if isinstance(task, PipelineDenoise):
+            return "\n".join(["import fxplug", *lines, _load_module(task, out)])
         kept = {part: out / "text" / ENCODER if part == ENCODER else out / "module" for part in parts}
         return "\n".join(["import fxplug", *lines, *(f"pipe.{part} = fxplug.load({str(kept[part])!r})" for part in parts)])
     loading = f"pipe.load_lora_weights({str(out / 'adapter')!r})"
     if isinstance(task, PipelineDenoise) and not _loads_itself(task):
         if not _loads_in_part(task):
-            return "\n".join(["import fxplug", *lines, f"pipe.{task.part} = fxplug.load({str(out / 'module')!r})"])
+            return "\n".join(["import fxplug", *lines, _load_module(task, out)])
         loading = f"pipe.{task.part}.load_lora_adapter({str(out / 'adapter')!r}, prefix={task.part!r})"
     return "\n".join([*lines, loading])
+
+
+def _load_module(task: PipelineDenoise, out: Path) -> str:
+    """Return the line of Python that puts the saved module in its pipeline, with the pictures that its passes take."""
+    bound = ", ".join(f"{name}=picture" for name in task.added.names)  # float [1, c, h, w] in [0, 1]
+    return f"pipe.{task.part} = fxplug.load({str(out / 'module')!r})" + (f".bind({bound})" if bound else "")
 
 
 def prove_adapter(trainer: Trainer, task: PipelineDenoise, folder: Path) -> None:
@@ -103,14 +128,21 @@ def prove_adapter(trainer: Trainer, task: PipelineDenoise, folder: Path) -> None
         task: Its task, whose pipeline is as before afterwards.
         folder: The folder `adapter/`.
     """
-    if trainer.sharded is not None or not (_loads_itself(task) or _loads_in_part(task)):
+    network = find_network(trainer.module)
+    if trainer.sharded is not None or not (network or _loads_itself(task) or _loads_in_part(task)):
         return
     what = "adapter/ in the stock pipeline"
+    if task.added.names and (network is None or network.guess_mode):
+        trainer.watch.note(f"{what}: not compared, as the stock pipeline does not take '{task.added.names[0]}' so")
+        return
     try:
-        call, seed = task.last_sample()
+        call, seed, added = task.last_sample()
         trainer.module.eval()
-        own = task.sampler(trainer.module, call, steps=task.sample_steps, seed=seed)
-        stock = _drawn_with(task, folder, call, seed)
+        own = task.sampler(trainer.module, call, steps=task.sample_steps, seed=seed, added=added)
+        if network is not None:
+            stock = _drawn_by_network(task, folder, {**call, "image": next(iter(added.values()))}, seed)
+        else:
+            stock = _drawn_with(task, folder, call, seed)
     except Exception as error:  # of the pipeline's loader, PEFT, or a device without memory for both
         trainer.watch.note(f"{what}: could not be compared: {type(error).__name__}: {get_first_line(error)}")
         return
@@ -118,6 +150,18 @@ def prove_adapter(trainer: Trainer, task: PipelineDenoise, folder: Path) -> None
     dtype = next((p.dtype for p in get_components(task.pipe)[task.part].parameters() if p.is_floating_point()), torch.float32)
     alike = "equal" if off <= EQUAL.get(dtype, 2e-2) else "differs"
     trainer.watch.note(f"{what}: {alike} ({off:.1g})")
+
+
+def _drawn_by_network(task: PipelineDenoise, folder: Path, call: dict[str, Any], seed: int) -> Tensor:
+    """Return the sample that the pipeline of diffusers draws with the ControlNetModel of a folder."""
+    from diffusers import ControlNetModel
+
+    part = get_components(task.pipe)[task.part]
+    with hide_warnings():
+        network: Any = ControlNetModel.from_pretrained(folder, local_files_only=True, torch_dtype=part.dtype).to(part.device)
+        pipe = make_controlled_pipeline(task, network)
+        pipe.set_progress_bar_config(disable=True)
+    return task.sampler.stock(call, steps=task.sample_steps, seed=seed, pipe=pipe)
 
 
 def _drawn_with(task: PipelineDenoise, folder: Path, call: dict[str, Any], seed: int) -> Tensor:

@@ -142,7 +142,12 @@ def make_default_call(inputs: Mapping[str, ModuleInput], texts: Mapping[str, Ten
         elif value != "label":
             hint = f"write call: {{NAME: {value}, ...}}; {format_inputs(inputs)}"
             raise SpecError(f"no input of the model has a name that means '{value}'; {hint}", path=("call",))
-    return found | {n: "condition" for n in free if inputs[n].added and (n == "cond" or n.endswith("_cond"))}
+    return found | dict.fromkeys(list_condition_inputs(inputs), "condition")
+
+
+def list_condition_inputs(inputs: Mapping[str, ModuleInput]) -> list[str]:
+    """List the inputs that passes have added for a picture of each sample, as ControlNet does."""
+    return [n for n, i in inputs.items() if i.added and not i.fixed and (n == "cond" or n.endswith("_cond"))]
 
 
 def format_inputs(inputs: Mapping[str, ModuleInput]) -> str:

@@ -24,6 +24,7 @@ from ..random_draws import Draws, preserve_random_state
 from ..task_section import DenoiseOptions
 from ..train_section import Use, read_use
 from ..trigger import replace_trigger, with_trigger
+from .added_inputs import AddedInputs, take_samples
 from .denoise import TESTED, FixedDraws, take_rows
 from .losses import MSE, add_offset, compute_huber_delta, compute_losses, compute_mean, read_loss
 from .noise import draw_positions, read_density
@@ -144,7 +145,9 @@ class PipelineDenoise(Task):
         self.sized = SizedParts(
             self.pipe, self.given, self.wanted_part, self.store, self.device, as_sampled=as_sampled, **weights
         )
-        self.sized.take_condition(example)
+        self.added = AddedInputs(module, info.device)
+        self.added.check(example)
+        self.sized.take_condition(example, self.added.names)
         self.size: Size = next(iter(sizes))
         self.sample_call = make_sample_arguments(self.pipe, self.given, self.guidance, self.negative)
         for size in sizes:
@@ -159,7 +162,8 @@ class PipelineDenoise(Task):
                 if info.trigger is None:
                     raise SpecError("needs 'trigger' in the section data, the word in whose place the class stands")
                 self.untrained = without_training(module)
-        self.sampler = PipelineSamples(self.pipe, self.part, self.sized.encoders)
+        noisy = self.sized.of(self.size).call.observation.noisy
+        self.sampler = PipelineSamples(self.pipe, self.part, self.sized.encoders, noisy)
         if self.open_latents is not None:
             self.latents = self.open_latents(get_components(self.pipe)[self.sized.of(self.size).call.observation.vae])
 
@@ -170,7 +174,7 @@ class PipelineDenoise(Task):
         for count in dict.fromkeys((self.batch, 1)) if one.call.batching.lists else (self.batch,):
             x = torch.zeros(count, *one.call.shape, device=self.device)
             time = one.noise.time(one.steps[:1].expand(count)).to(self.device)
-            choose_module(module, (), one.call([condition] * count, x, time))
+            choose_module(module, (), {**one.call([condition] * count, x, time), **self.added.example(count, size)})
 
     def check_batch(self, size: int) -> None:
         self.batch = max(self.batch, size)
@@ -239,16 +243,18 @@ class PipelineDenoise(Task):
         batch["timesteps"] = one.noise.time(index)
         noisy, target = one.noise.noisy(x, noise, index), one.noise.target(x, noise, index)
         conditions = one.conditions.of(batch, self._captions(batch, dropped))
+        added = self.added.of(batch)
         groups = group(conditions, alone=bool(one.call.batching.lists))
         if len(groups) == 1 and not alike:
-            losses = self._of_group(module, one, conditions, noisy, index, target, mask)
+            losses = self._of_group(module, one, conditions, noisy, index, target, mask, added)
         else:
             losses = torch.zeros(len(x), device=x.device)
             for number in range(find_largest(len(groups)) if alike else len(groups)):
                 rows = groups[min(number, len(groups) - 1)]
                 part = {name: value[rows] for name, value in mask.items()}
                 own = [conditions[n] for n in rows]
-                found = self._of_group(module, one, own, noisy[rows], index[rows], target[rows], part)
+                pictures = take_samples(added, rows)
+                found = self._of_group(module, one, own, noisy[rows], index[rows], target[rows], part, pictures)
                 # a process with fewer groups than others calls the module as often
                 losses = losses.index_add(0, torch.tensor(rows, device=x.device), found * float(number < len(groups)))
         losses = losses * one.noise.weight(index)
@@ -258,10 +264,11 @@ class PipelineDenoise(Task):
         """Return the squared distance of each sample's prediction, float32 [b], from that of the model without what trains, and
         with the class in the place of the trigger (ostris' ai-toolkit calls it differential output preservation)."""
         captions = [replace_trigger(text, str(self.info.trigger), str(self.preserve)) for text in batch["caption"]]
-        conditions = one.conditions.of(batch, captions)
+        conditions, added = one.conditions.of(batch, captions), self.added.of(batch)
         kept = torch.zeros(len(noisy), device=noisy.device)
         for rows in group(conditions, alone=bool(one.call.batching.lists)):
             call = one.call([conditions[n] for n in rows], noisy[rows], one.noise.time(index[rows]))
+            call |= take_samples(added, rows)
             new = one.call.predictions(module(**call), len(rows))
             with torch.no_grad():
                 before = one.call.predictions(self.untrained(**call), len(rows))
@@ -277,9 +284,11 @@ class PipelineDenoise(Task):
         index: Tensor,
         target: Tensor,
         batch: Batch,
+        added: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Return the loss of samples whose conditions have one form, float32 [n]."""
-        found = one.call.predictions(module(**one.call(conditions, noisy, one.noise.time(index))), len(noisy))
+        """Return the loss of samples whose conditions have one form, float32 [n]; `added` has what passes take beside."""
+        call = {**one.call(conditions, noisy, one.noise.time(index)), **(added or {})}
+        found = one.call.predictions(module(**call), len(noisy))
         delta = None
         if self.loss_kind.name != "mse":
             delta = compute_huber_delta(self.loss_kind, one.noise.share(index), one.noise.ratio(index))
@@ -387,7 +396,7 @@ class PipelineDenoise(Task):
 
         Args:
             module: What stands for the denoiser.
-            given: Captions, `caption`, and pictures beside them, `condition`, where the pipeline takes them.
+            given: Captions, `caption`, and pictures beside them, `condition`, where the pipeline or a pass takes them.
             steps: The number of steps; None is that of the task.
             seed: The seed of the first sample's noise; the others have the following ones.
 
@@ -397,8 +406,10 @@ class PipelineDenoise(Task):
         Raises:
             SpecError: The pipeline does not draw them.
         """
+        added = self.added.of(given)
         return torch.stack([
-            self.sampler(module, arguments, steps=steps or self.sample_steps, seed=seed + number)
+            self.sampler(module, arguments, steps=steps or self.sample_steps, seed=seed + number,
+                         added=take_samples(added, [number]))
             for number, arguments in enumerate(self.sample_calls(given))
         ])  # fmt: skip
 
@@ -415,11 +426,12 @@ class PipelineDenoise(Task):
             calls.append(call)
         return calls
 
-    def last_sample(self) -> tuple[dict[str, Any], int]:
-        """Return the arguments and the seed of the last sample, also where none is drawn: then of the first of the data."""
+    def last_sample(self) -> tuple[dict[str, Any], int, dict[str, Tensor]]:
+        """Return the arguments and the seed of the last sample, also where none is drawn: then of the first of the data; and
+        what passes take beside."""
         batch = self._sample_batch(at_least=1)
-        count = len(batch["caption"])
-        return self.sample_calls({key: value[-1:] for key, value in batch.items()})[0], count - 1
+        last = {key: value[-1:] for key, value in batch.items()}
+        return self.sample_calls(last)[0], len(batch["caption"]) - 1, self.added.of(last)
 
     def _sample_batch(self, at_least: int = 0) -> Batch:
         """Return the batch for the samples: the listed captions, else those of the first of the data."""

@@ -27,12 +27,21 @@ GUIDANCES = ("true_cfg_scale", "guidance_scale")  # which argument guides, if a 
 class PipelineSamples:
     """Draws with a copy of a pipeline, in which a module stands for its denoiser."""
 
-    def __init__(self, pipe: Any, part: str, encoders: Encoders) -> None:
-        """Take the pipeline, the name of the denoiser in it, and the other models, which are fetched for the drawing."""
-        self.pipe, self.part, self.encoders = pipe, part, encoders
+    def __init__(self, pipe: Any, part: str, encoders: Encoders, noisy: str) -> None:
+        """Take the pipeline, the name of the denoiser in it, the other models, which are fetched for the drawing, and the name
+        of the denoiser's argument for latents."""
+        self.pipe, self.part, self.encoders, self.noisy = pipe, part, encoders, noisy
         self.made: tuple[Any, nn.Module] | None = None  # the module that was put in last, and as a part
 
-    def __call__(self, module: nn.Module, call: Mapping[str, Any], *, steps: int, seed: int = 0) -> Tensor:
+    def __call__(
+        self,
+        module: nn.Module,
+        call: Mapping[str, Any],
+        *,
+        steps: int,
+        seed: int = 0,
+        added: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """Draw one sample.
 
         Args:
@@ -40,6 +49,7 @@ class PipelineSamples:
             call: The arguments of the pipeline.
             steps: The number of steps.
             seed: The seed of its noise.
+            added: What the module takes beside what the pipeline gives it, for one sample: [1, ...] by name.
 
         Returns:
             A picture [c, h, w] or a video [f, c, h, w], float32 in [0, 1], on the CPU.
@@ -48,16 +58,17 @@ class PipelineSamples:
             SpecError: The pipeline raises something else, which is quoted.
         """
         device = self.encoders.device.type
-        with self._with_module(module, device, torch.is_autocast_enabled(device)) as pipe:
+        with self._with_module(module, device, torch.is_autocast_enabled(device), added or {}) as pipe:
             return self._drawn(pipe, call, steps, seed)
 
-    def stock(self, call: Mapping[str, Any], *, steps: int, seed: int = 0) -> Tensor:
+    def stock(self, call: Mapping[str, Any], *, steps: int, seed: int = 0, pipe: Any = None) -> Tensor:
         """Draw one sample by the pipeline as it is, from the same noise.
 
         Args:
             call: The arguments of the pipeline.
             steps: The number of steps.
             seed: The seed of its noise.
+            pipe: Another pipeline instead, with the same models.
 
         Returns:
             As when a module stands for the denoiser.
@@ -65,10 +76,10 @@ class PipelineSamples:
         Raises:
             SpecError: The pipeline raises something else, which is quoted.
         """
-        return self._drawn(self.pipe, call, steps, seed)
+        return self._drawn(self.pipe if pipe is None else pipe, call, steps, seed)
 
     def _drawn(self, pipe: Any, call: Mapping[str, Any], steps: int, seed: int) -> Tensor:
-        known, kind = call_parameters(self.pipe), type(self.pipe).__name__
+        known, kind = call_parameters(pipe), type(pipe).__name__
         given = {"num_inference_steps": steps, "output_type": "pt", "generator": torch.Generator().manual_seed(seed)}
         given = {name: value for name, value in given.items() if name in known}
         try:
@@ -82,29 +93,35 @@ class PipelineSamples:
             raise SpecError(finding, path=("model", "call")) from error
 
     @contextlib.contextmanager
-    def _with_module(self, module: nn.Module, device: str, autocast: bool) -> Iterator[Any]:
-        """Yield a copy of the pipeline with the module in it, which computes in the precision of the run."""
+    def _with_module(self, module: nn.Module, device: str, autocast: bool, added: Mapping[str, Tensor]) -> Iterator[Any]:
+        """Yield a copy of the pipeline with the module in it, which computes in the precision of the run, and is given what is
+        `added`."""
         pipe, own = copy.copy(self.pipe), get_components(self.pipe)[self.part]
         if self.made is None or self.made[0] is not module:
             self.made = (module, pipeline_part(module, own) if isinstance(module, TracedModule) else _stand_in(module, own))
         part = self.made[1].eval()
         vars(pipe)[self.part] = part
-        if not autocast:
+        if not autocast and not added:
             yield pipe
             return
-        forward = part.forward
+        forward, signature = part.forward, inspect.signature(type(own).forward)
 
         @functools.wraps(forward)
-        def in_precision(*args: Any, **named: Any) -> Any:
-            with torch.autocast(device, dtype=torch.get_autocast_dtype(device)):
-                return forward(*args, **named)
+        def in_run(*args: Any, **named: Any) -> Any:
+            more = {}
+            if added:  # guidance calls it with one sample several times, which has one picture
+                count = len(signature.bind_partial(own, *args, **named).arguments[self.noisy])
+                more = {name: value.expand(count, *value.shape[1:]) for name, value in added.items()}
+            precise = torch.autocast(device, dtype=torch.get_autocast_dtype(device)) if autocast else contextlib.nullcontext()
+            with precise:
+                return forward(*args, **named, **more)
 
-        vars(part)["forward"] = in_precision
+        vars(part)["forward"] = in_run
         try:
             yield pipe
         finally:
             vars(part).pop("forward", None)
-            if "forward" not in dir(type(part)) or part.forward is in_precision:
+            if "forward" not in dir(type(part)) or part.forward is in_run:
                 vars(part)["forward"] = forward
 
 
@@ -114,10 +131,9 @@ def _stand_in(module: nn.Module, own: nn.Module) -> nn.Module:
     vars(made)["_parameters"], vars(made)["_modules"] = dict(own._parameters), dict(own._modules)
 
     def forward(*args: Any, **named: Any) -> Any:
-        bound = dict(signature.bind(own, *args, **named).arguments)
+        known = {name: named.pop(name) for name in [*named] if name in signature.parameters}
+        bound = {**signature.bind(own, *args, **known).arguments, **named}  # what is left passes have added
         bound.pop("self", None)
-        for rest in [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]:
-            bound |= bound.pop(rest, {})
         return module(**bound)
 
     vars(made)["forward"] = forward

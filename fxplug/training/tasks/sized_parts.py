@@ -39,7 +39,8 @@ class SizedPart:
 class SizedParts:
     """The `SizedPart` of each size that pictures have.
 
-    `part` is the denoiser's name, known with the first size; `condition` is the argument for pictures beside the captions.
+    `part` is the denoiser's name, known with the first size; `condition` is the argument for pictures beside the captions,
+    and `added` are inputs of the denoiser that get these instead.
     """
 
     def __init__(
@@ -61,19 +62,23 @@ class SizedParts:
         self.made: dict[Size, SizedPart] = {}
         self.part = part or ""
         self.condition: str | None = None
+        self.added: tuple[str, ...] = ()
         self._searches = False  # for a size that is drawn as it is
 
-    def take_condition(self, example: Batch) -> None:
+    def take_condition(self, example: Batch, added: tuple[str, ...] = ()) -> None:
         """Find the argument for the pictures beside captions, where a batch of the data has such.
 
         Args:
             example: The batch.
+            added: Inputs of the denoiser that get these pictures, as passes have added them: the pipeline then gets none.
 
         Raises:
             SpecError: The pipeline takes no such picture.
         """
+        self.condition, self.added = None, added
+        if added:
+            return
         argument = find_picture_argument(self.pipe, self.given)
-        self.condition = None
         if "condition" not in example:
             return
         if argument is None:
@@ -157,6 +162,10 @@ class SizedParts:
             argument = find_picture_argument(self.pipe, self.given)
             if argument is None or self.condition is not None or error.path != ("model", "call"):
                 raise
+            if self.added:
+                finding = f"{type(self.pipe).__name__} may need a condition too, its argument '{argument}', and those of "
+                hint = f"'conditions' go into '{self.added[0]}' of the pass: give it in 'call'"
+                raise SpecError(f"{finding}{hint}; {error.finding}", path=("model", "call")) from error
             finding = f"{type(self.pipe).__name__} needs a condition beside the caption, its argument '{argument}': set "
             raise SpecError(f"{finding}'conditions' in the section data, a folder with pictures of the same names; "
                             f"{error.finding}", path=("data", "conditions")) from error  # fmt: skip
