@@ -96,6 +96,9 @@ DYNAMIC: dict[str, Callable[..., object]] = {
     "a tensor of values by its class": lambda x, t: x[:, torch.LongTensor([0, -1])] * torch.Tensor([[x.shape[1], 2]]).sum(),
     "other classes of tensors": lambda x, t: torch.cat([torch.FloatTensor(), torch.Tensor(x).flatten()]).type(torch.LongTensor),
     "a class of tensors asked for": lambda x, t: x * 2 if type(x) is torch.Tensor and isinstance(x, torch.FloatTensor) else x,
+    "max and min": lambda x, t: x * max(x.shape[1], 5) + min(x.shape) + max([x.shape[1] // 2, x.shape[2] / 2, 0]),
+    "lru_cache": lambda x, t: x + _cached(x.shape[1]) + _cached(n=x.shape[2]),
+    "lru_cache in another function": lambda x, t: x + _wrapped(x.shape[1], x.shape[2]),
     "kinds": lambda x, t: x * 2 if _has_kinds(x.shape[1], x.shape[1] / 2) else x,
 }
 
@@ -115,7 +118,9 @@ GUARDED: dict[str, Callable[..., object]] = {
     "list index": lambda x, t: x * list(range(20))[x.shape[1]],
     "list times": lambda x, t: torch.tensor([1.0] * x.shape[1]),
     "string times": lambda x, t: x * len("a" * x.shape[1]),
-    "max and min": lambda x, t: x * max(x.shape[1], 5) + min(x.shape),
+    "max and min with a key": lambda x, t: x * max(x.shape[1], 5, key=abs) + min(x.shape, key=lambda n: -n),
+    "a key in a cached function": lambda x, t: x * _cached_key(x.shape[1]),
+    "hash beside a cached function": lambda x, t: x * (hash(x.shape[1]) % 5) + _cached(x.shape[2]),
     "sorted": lambda x, t: x.reshape(sorted(x.shape)),
     "shape.index": lambda x, t: x * x.shape.index(4),
     "shape.count": lambda x, t: x * x.shape.count(6),
@@ -162,7 +167,6 @@ GUARDED: dict[str, Callable[..., object]] = {
     "chunk": lambda x, t: [part * i for i, part in enumerate(x.chunk(4, 1))],
     "equal": lambda x, t: x * 2 if torch.equal(torch.zeros(x.shape[1]), torch.zeros(6)) else x,
     "is_same_size": lambda x, t: x * 2 if x.is_same_size(torch.zeros(2, 6, 4)) else x,
-    "lru_cache": lambda x, t: x + _cached(x.shape[1]),
     "sym_max": lambda x, t: x * torch.sym_max(x.shape[1], 5),
     "torch._check": lambda x, t: (torch._check(x.shape[1] < 100), x)[1],
     "torch._check_tensor_all": lambda x, t: (torch._check_tensor_all(torch.tensor([x.shape[1], 2]) < 100), x)[1],
@@ -215,6 +219,18 @@ def _halved(x: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache
 def _cached(n: int) -> torch.Tensor:
     return torch.arange(n).sum()
+
+
+@functools.lru_cache
+def _cached_key(n: int) -> float:
+    return {6: 5.0}.get(n, 1.0)
+
+
+@functools.wraps(_cached)
+def _wrapped(*args: int) -> torch.Tensor:
+    """As diffusers' `lru_cache_unless_export`, which is given functions of several sizes."""
+    cached = functools.lru_cache(lambda n, m: torch.arange(n * m).sum())
+    return cached(*args) - cached(m=args[1], n=args[0])
 
 
 def run(model: nn.Module, x: torch.Tensor) -> tuple[object, str | None]:
@@ -414,11 +430,17 @@ def _looked_up(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return x
 
 
-def test_a_size_that_is_a_key_is_held():
+def test_a_size_may_be_the_argument_of_a_cached_function():
     gm = fxplug.trace(Apply(_looked_up), image(2, 3, 4))
-    assert torch.equal(gm(image(5, 2, 4)), image(5, 2, 4) + torch.arange(4.0))
-    with pytest.raises(fxplug.GuardError, match=r"size\(2\), which was 4 when traced"):
-        gm(image(2, 3, 5))
+    for shape in ((5, 2, 4), (2, 3, 5)):
+        assert torch.equal(gm(image(*shape)), image(*shape) + torch.arange(float(shape[2])))
+
+
+def test_two_sizes_for_which_a_cached_function_was_called_once_are_held_equal():
+    gm = fxplug.trace(Apply(lambda x, t: x + _cached(x.shape[0]) * 3 + _cached(x.shape[1])), image(4, 4, 2))
+    assert torch.equal(gm(image(3, 3, 2)), image(3, 3, 2) + 3 * 4)
+    with pytest.raises(fxplug.GuardError, match=r"x.size\(1\) == x.size\(0\)|x.size\(0\) == x.size\(1\)"):
+        gm(image(3, 4, 2))
 
 
 def _converted(x: torch.Tensor, kind: type) -> torch.Tensor:

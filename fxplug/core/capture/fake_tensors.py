@@ -43,7 +43,14 @@ from ..torch_internals.tensors import (
     make_fake_tensor,
 )
 from .module_state import State, get_own_attributes
-from .user_code import find_calling_frame, find_user_frame, is_inside_try, is_text_for_people, is_user_code
+from .user_code import (
+    find_calling_frame,
+    find_user_frame,
+    is_calling_cached,
+    is_inside_try,
+    is_text_for_people,
+    is_user_code,
+)
 
 
 class Number:
@@ -83,7 +90,8 @@ class Number:
         # einops keeps what it works out for a shape, and has another way for numbers that, as torch's, have no hash
         if self.recorder.active and is_inside_try(find_user_frame(), "TypeError"):
             raise TypeError("a recorded number has no hash")
-        return hash(self.plain())
+        # a cache of a function compares the numbers of two calls, which is guarded, and gives what the function gives
+        return hash(self.value if self.recorder.active and is_calling_cached(sys._getframe(1)) else self.plain())
 
     def __str__(self) -> str:
         return str(self._for_text(sys._getframe(1)))

@@ -43,7 +43,7 @@ from ..torch_internals.tensors import (
     unset_fake_temporarily,
     version,
 )
-from .user_code import is_foreign
+from .user_code import CACHE, is_foreign
 
 
 class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -206,7 +206,6 @@ PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.ji
 # classes of the standard library that hold what they are given
 HOLDERS: tuple[type, ...] = (types.SimpleNamespace, UserDict, UserList)
 HOOKS = set(vars(nn.Module())) - {*TABLES, "training"}  # tables of every module, most of them empty
-CACHE = type(functools.lru_cache(lambda: None))
 Link = tuple[Any, Any]  # what holds a place, and under which key: from the module down
 
 

@@ -349,11 +349,12 @@ def _is_value(number: Any) -> bool:
 
 
 def _extreme(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`max` or `min`, recorded for numbers that were read out of a tensor's values."""
+    """`max` or `min`, recorded for sizes and for numbers that were read out of a tensor's values."""
 
     def extreme(*args: Any, **kwargs: Any) -> Any:
         items = list(args[0]) if len(args) == 1 and isinstance(args[0], (list, tuple)) and not kwargs else args
-        if kwargs or not any(map(_is_value, items)) or not all(isinstance(x, (int, float)) for x in items):
+        numbers = (isinstance(x, Number) and x.recorder.active for x in items)
+        if kwargs or not any(numbers) or not all(isinstance(x, (int, float)) for x in items):
             return function(*args, **kwargs)
         return record(function, *items) if len(items) > 1 else items[0]
 

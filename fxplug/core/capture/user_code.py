@@ -29,6 +29,7 @@ from ..errors import shorten
 from ..reading import parse_python
 from ..torch_internals import ATTRIBUTES, BACKWARD_HOOKS, CHECKS, TYPED_STORAGE
 
+CACHE = type(lru_cache(lambda: None))
 CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
 SIZES = {"size", "stride", "numel", "nelement", "storage_offset", "__len__"}
 VALUES = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "__complex__", "is_nonzero"}
@@ -214,8 +215,7 @@ def _swallows(frame: FrameType, items: list[ast.withitem] | None) -> bool:
 
 @cache
 def has_builtin_dtypes(file: str) -> bool:
-    """Return whether a source file passes `int` or `float` as a dtype, for which torch accepts no other class, in any
-    thread."""
+    """Return whether a source file passes `int` or `float` as a dtype, for which torch accepts no other class."""
     return bool(re.search(r"(dtype\s*=|\.(to|type)\()\s*(int|float)\b", _text(file)))
 
 
@@ -252,8 +252,7 @@ def _asks_identity(node: ast.AST) -> bool:
 
 
 def find_position(frame: FrameType) -> tuple[int, int, int, int] | None:
-    """Return the position of the expression that a frame is at: line, column, last line, last column; columns in bytes, as in
-    Python."""
+    """Return line, column, last line and last column of the expression that a frame is at; columns in bytes."""
     first, last, start, end = _positions(frame.f_code)[frame.f_lasti // 2]
     return None if first is None or last is None or start is None or end is None else (first, start, last, end)
 
@@ -278,9 +277,22 @@ def _counted_sets(file: str) -> set[tuple[int, int, int, int]]:
     return {(n.lineno, n.col_offset, n.end_lineno, n.end_col_offset) for n in sets}
 
 
+def is_calling_cached(frame: FrameType) -> bool:
+    """Return whether a frame is at a call of a function that `functools.lru_cache` keeps the results of."""
+    at = find_position(frame)
+    called = _calls(frame.f_code.co_filename).get(at) if at is not None else None
+    return called is not None and isinstance(_resolved(frame, called), CACHE)
+
+
+@lru_cache(maxsize=64)
+def _calls(file: str) -> dict[tuple[int, int, int | None, int | None], ast.expr]:
+    """Return the function of each call in a source file, by the position of the call."""
+    calls = [n for n in ast.walk(parse_source(file)) if isinstance(n, ast.Call)]
+    return {(n.lineno, n.col_offset, n.end_lineno, n.end_col_offset): n.func for n in calls}
+
+
 def count_unpacked(frame: FrameType) -> int | None:
-    """Return the number of names that a frame unpacks the result of its present call into, `a, b = x.chunk(2)`; otherwise
-    None."""
+    """Return how many names a frame unpacks the result of its present call into, `a, b = x.chunk(2)`; otherwise None."""
     return _unpacking(frame.f_code).get(frame.f_lasti)
 
 
@@ -326,8 +338,7 @@ PLAIN += (ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context)  #
 
 
 def _is_plain(test: ast.expr) -> bool:
-    """Return whether a test consists of names, numbers, comparisons and calls without arguments, so that its answer goes
-    nowhere else."""
+    """Return whether a test has names, numbers, comparisons and calls without arguments: its answer goes nowhere else."""
     parts = list(ast.walk(test))
     calls = [n for n in parts if isinstance(n, ast.Call)]
     if any(n.keywords or not all(isinstance(a, ast.Constant) for a in n.args) for n in calls):
