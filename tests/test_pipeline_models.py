@@ -155,8 +155,43 @@ def test_a_part_is_chosen_where_several_are_called(pipes):
         assert "has no model 'transformr' (did you mean 'transformer'?); it has transformer, transformer_2, " in refused(
             base, {"pipeline": "wan22", "part": wrong, "call": call}
         )
-    both = {"pipeline": "wan22", "part": ["transformer", "transformer_2"], "call": call}
-    assert "a rewrite is of one model, not of transformer, transformer_2" in refused(base, both)
+    alone = rewritten(base, {"pipeline": "wan22", "part": ["transformer_2"], "call": call}, **SIZED)
+    assert alone.beside == {} and torch.equal(alone.module.lora.blocks[0].attn1.to_q.Lora.down.weight,
+                                              result.module.lora.blocks[0].attn1.to_q.Lora.down.weight)  # fmt: skip
+    twice = {"pipeline": "wan22", "part": ["transformer", "transformer"], "call": call}
+    assert "model.part: 'transformer' is listed 2 times: list each part once" in refused(base, twice)
+    uncalled = {"pipeline": "wan22", "part": ["transformer", "vae"], "call": call}
+    assert "this call of WanPipeline does not call 'vae'" in refused(base, uncalled)
+
+
+def test_two_parts_are_rewritten_and_saved_by_the_same_passes(pipes, tmp_path):
+    base = pipes("wan22")
+    both = {"pipeline": "wan22", "part": ["transformer_2", "transformer"], "call": {"num_frames": 1}}
+    result = rewritten(base, both, out=tmp_path / "out", **SIZED)
+    assert [*result.by_part] == ["transformer_2", "transformer"] and result.by_part["transformer_2"] is result
+    for name, one in result.by_part.items():
+        own = getattr(result.pipeline, name)
+        assert one.module.blocks[0].attn1.to_q.weight is own.blocks[0].attn1.to_q.weight
+        assert len(one.sites["lora"]) == 8 and one.out == tmp_path / "out" / name
+        args, kwargs = one.inputs
+        wanted = one.module(*args, **kwargs)[0]
+        assert torch.equal(fxplug.load(one.out)(*args, **kwargs)[0], wanted)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["transformer", "transformer_2"]
+    assert "weights: are those of one model, and 'part' names transformer_2, transformer" in refused(
+        base, both, weights=str(tmp_path / "out" / "transformer" / "lora.safetensors")
+    )
+
+
+def test_the_command_line_says_of_which_part_it_tells(pipes):
+    base = pipes("wan22")
+    file = base / "both.yaml"
+    model = {"pipeline": "wan22", "part": ["transformer", "transformer_2"], "call": {"num_frames": 1}}
+    file.write_text(yaml.safe_dump({"model": model, "passes": LORA, **SIZED}))
+    for words in (["sites", file], ["diff", file], ["rewrite", file]):
+        done = small.command(*words)
+        assert done.exit_code == 0, done.output
+        first, second = (done.stdout.index(f"{part} (WanTransformer3DModel)\n") for part in model["part"])
+        assert first < second
 
 
 def test_one_of_two_that_is_not_called_is_not_chosen_among(home, pipes):

@@ -42,7 +42,8 @@ class Result:
     """What a rewrite gave: the rewritten `module`, the `base` it was made of (they share weights), the `sites` of each
     pass, the `report` of verification (None when it was off), the example `inputs`, the artifact `out`, the `plan` of
     parallel passes (`fxplug.Plan`), what runs the module in steps, `stepped`, where a pass says so, and the `pipeline` that
-    the model is a part of, with the model still in it (None: a model without one)."""
+    the model is a part of, with the model still in it (None: a model without one). `beside` has the results of further models
+    of that pipeline by their names, where the configuration names several; `part` is the name of this one."""
 
     module: TracedModule
     base: TracedModule
@@ -54,8 +55,15 @@ class Result:
     plan: Any = None
     stepped: Any = None
     pipeline: Any = None
+    part: str = ""
+    beside: dict[str, Result] = field(default_factory=dict)
 
     __repr__ = format_fields
+
+    @property
+    def by_part(self) -> dict[str, Result]:
+        """Results of all models, by their names in the pipeline: this one and those beside it."""
+        return {self.part: self, **self.beside}
 
     @property
     def listing(self) -> str:
@@ -92,7 +100,8 @@ def rewrite(
 ) -> Result:
     """Do all that a configuration says, and save the result in the folder `out` when one is given.
 
-    The global random state is left as it was.
+    Of several models of a pipeline each is rewritten by the same passes, and saved in a folder of its name in `out`. The global
+    random state is left as it was.
 
     Args:
         source: A configuration, as `load_config` takes it.
@@ -128,14 +137,16 @@ def rewrite(
             with step("verify"):
                 from ..core.verifier import verify as run_checks
 
-                args, kwargs = result.inputs
-                result.report = run_checks(result.base, result.module, args, kwargs, compile=compile and not dry_run)
+                for one in result.by_part.values():
+                    args, kwargs = one.inputs
+                    one.report = run_checks(one.base, one.module, args, kwargs, compile=compile and not dry_run)
     if out is not None and not dry_run:
         with step("save"):
-            save_run_record(result)
-            inputs = {**fill_inputs(config, result.base, result.inputs), **make_added_inputs(config, result.module)[1]}
-            save(result.module, out, config={**resolve(config), "inputs": inputs})
-        result.out = Path(out)
+            for name, one in result.by_part.items():
+                one.out = Path(out, name) if result.beside else Path(out)
+                save_run_record(one)
+                inputs = {**fill_inputs(config, one.base, one.inputs), **make_added_inputs(config, one.module)[1]}
+                save(one.module, one.out, config={**resolve(config), "inputs": inputs})
     return result
 
 
@@ -203,9 +214,13 @@ def _traced(config: Config, step: Step, device: str | None) -> tuple[TracedModul
     torch.manual_seed(config.seed)
     with step("build the model"):
         built = build_with_inputs(config, device=device, later=_later(config))
-    with step("trace"), config.located():
+    return _trace(config, built, step), built
+
+
+def _trace(config: Config, built: BuiltModel, step: Step) -> TracedModule:
+    with step(f"trace {built.part}".rstrip()), config.located():
         try:
-            return built.complete(trace(built.module, *built.inputs, leaf=config.leaf)), built
+            return built.complete(trace(built.module, *built.inputs, leaf=config.leaf))
         except Exception as error:  # the model's, which a pipeline called
             if built.pipeline is None or isinstance(error, FxplugError):
                 raise
@@ -220,7 +235,7 @@ def _later(config: Config) -> set[str]:
 
 def _applied(config: Config, base: TracedModule, built: BuiltModel, step: Step, device: str | None) -> Result:
     torch.manual_seed(config.seed)  # new blocks do not depend on how much the model's own initialisation drew
-    result = Result(base, base, config, built.inputs, pipeline=built.pipeline)
+    result = Result(base, base, config, built.inputs, pipeline=built.pipeline, part=built.part)
     for index, p in enumerate(config.passes):
         if not p.goes_last:
             with step(f"apply {p.name}"), with_config_lines(config, index):
@@ -231,6 +246,8 @@ def _applied(config: Config, base: TracedModule, built: BuiltModel, step: Step, 
         result.inputs = built.inputs[0], {**built.inputs[1], **added}
     for kind in dict.fromkeys(type(p) for p in config.passes if p.goes_last):
         kind.finish(result, step)
+    for name, other in built.beside.items():
+        result.beside[name] = _applied(config, _trace(config, other, step), other, step, device)
     return result
 
 

@@ -61,12 +61,14 @@ def rewrite(
         with show_progress("report"):
             write_page(result, page)
     if dry_run:
-        print_rows(_rows(result, all_))
+        _print_sites(result, all_)
         print("dry run: nothing written")
         return
-    for name, sites in result.sites.items():
-        print(f"{name}: {sites.summary}")
-    print(result.report.listing if result.report else f"{format_parameters(result)}\nnot verified")
+    for part, one in result.by_part.items():
+        _print_part(part, result)
+        for name, sites in one.sites.items():
+            print(f"{name}: {sites.summary}")
+        print(one.report.listing if one.report else f"{format_parameters(one)}\nnot verified")
     print(f"saved in {out}" if out else "not saved: --out DIR saves it")
 
 
@@ -77,11 +79,19 @@ def sites(
     debug: Debug = False,
 ) -> None:
     """List where the passes of a configuration act, with shapes and the parameters they add."""
-    print_rows(_rows(run_rewrite(read_config(config, set), dry_run=True, verify=False), all_))
+    _print_sites(run_rewrite(read_config(config, set), dry_run=True, verify=False), all_)
 
 
-def _rows(result: Result, all_: bool) -> str:
-    return result.listing if all_ else result.folded
+def _print_sites(result: Result, all_: bool) -> None:
+    for part, one in result.by_part.items():
+        _print_part(part, result)
+        print_rows(one.listing if all_ else one.folded)
+
+
+def _print_part(part: str, result: Result) -> None:
+    """Print the name of one of several models before what is said of it."""
+    if result.beside:
+        print(f"{part} ({result.by_part[part].module.classes[0]})")
 
 
 def diff(
@@ -100,7 +110,9 @@ def diff(
         return
 
     found = run_rewrite(read_config(subject, set), dry_run=True, verify=False)
-    print_diff(make_diff(fxplug.diff(found.base, found.module), found.module, all_), all_)
+    for part, one in found.by_part.items():
+        _print_part(part, found)
+        print_diff(make_diff(fxplug.diff(one.base, one.module), one.module, all_), all_)
 
 
 def show(

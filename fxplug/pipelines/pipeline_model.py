@@ -24,7 +24,7 @@ FORMS = 32  # so many forms of call a part may get a graph for: sizes of buckets
 
 
 def build_pipeline_model(config: Config, *, device: str | None = None) -> BuiltModel:
-    """Open the pipeline of a configuration, and take the part of it that the configuration names, or its one denoiser.
+    """Open the pipeline of a configuration, and take the parts of it that the configuration names, or its one denoiser.
 
     It is opened on real tensors for a dry run too, as what the part is called with is seen in a call.
 
@@ -33,7 +33,8 @@ def build_pipeline_model(config: Config, *, device: str | None = None) -> BuiltM
         device: As in `build`.
 
     Returns:
-        The part with the arguments of its first call, and the pipeline, which has the part in it.
+        The part with the arguments of its first call, and the pipeline, which has the part in it; the first of several parts,
+        with the others beside it.
 
     Raises:
         SpecError: There is no such pipeline or part; the pipeline cannot be called as the configuration says.
@@ -43,28 +44,41 @@ def build_pipeline_model(config: Config, *, device: str | None = None) -> BuiltM
     size = data.size if data is not None else None
     size = (size, size) if isinstance(size, int) else size
     arguments = call_arguments(pipe, spec.arguments, size)
-    part = _part(pipe, spec.part, arguments)
-    model = pipe.components[part]
+    parts = _parts(pipe, spec.part, arguments)
     if config.weights is not None:
-        load_weights(model, config.weights, config.base)
-    for name in {part, *list_denoisers(pipe)} if spec.quantize else ():
+        if len(parts) > 1:
+            finding = f"are those of one model, and 'part' names {', '.join(parts)}: name one part, or leave 'weights' out"
+            raise SpecError(finding, path=("weights",))
+        load_weights(pipe.components[parts[0]], config.weights, config.base)
+    for name in {*parts, *list_denoisers(pipe)} if spec.quantize else ():
         quantize_part(pipe.components[name], spec.quantize or "", target)
     pipe.to(target)
     sized = size is not None and not set(spec.arguments).intersection(("height", "width"))
-    call = ExampleCall(pipe, part, arguments, ("data", "size") if sized else ("model", "call"), size or (512, 512))
+    made = {}
+    for part in parts:
+        where = ("data", "size") if sized else ("model", "call")
+        made[part] = _built(ExampleCall(pipe, part, arguments, where, size or (512, 512)), config.mode, meta=device == "meta")
+    first = made.pop(parts[0])
+    first.beside = made
+    return first
+
+
+def _built(call: ExampleCall, mode: str, meta: bool) -> BuiltModel:
+    """Return a part of a pipeline with the arguments of its first call; `meta` traces it for that form of call alone."""
+    pipe, model = call.pipe, call.pipe.components[call.part]
     with encode_once(pipe):
         inputs = call.example()
-    model.train(config.mode == "train")
+    model.train(mode == "train")
 
     def complete(traced: TracedModule) -> TracedModule:
         made = pipeline_part(traced, model, FORMS)
         with encode_once(pipe):
-            for given in () if device == "meta" else call.forms():
+            for given in () if meta else call.forms():
                 if all(find_refusal(each, *given) is not None for each in made.modules_by_form):
                     made.add_variant(*given)
         return made
 
-    return BuiltModel(model, inputs, pipe, complete)
+    return BuiltModel(model, inputs, pipe, complete, call.part)
 
 
 def open_config_pipeline(config: Config) -> Any:
@@ -91,21 +105,19 @@ def list_denoisers(pipe: Any) -> dict[str, nn.Module]:
     return {name: part for name, part in models.items() if name.startswith(NAMES)} or models
 
 
-def _part(pipe: Any, wanted: Any, arguments: dict[str, Any]) -> str:
-    """Return the name of the part: what is wanted, or the one denoiser that is called. Raises SpecError."""
+def _parts(pipe: Any, wanted: Any, arguments: dict[str, Any]) -> list[str]:
+    """Return the names of the parts: those that are wanted, or the one denoiser that is called. Raises SpecError."""
     denoisers, models = list_denoisers(pipe), find_models(pipe)
-    if isinstance(wanted, list) and len(wanted) == 1:
-        wanted = wanted[0]
-    for name in wanted if isinstance(wanted, list) else [] if wanted is None else [wanted]:
+    names = list(wanted) if isinstance(wanted, list) else [] if wanted is None else [wanted]
+    for name in names:
         if name not in models:
             others = [each for each in models if each not in denoisers]
             finding = f"{type(pipe).__name__} has no model '{name}'{did_you_mean(name, models)}; it has "
             raise SpecError(finding + ", ".join([*denoisers, *others]), path=("model", "part"))
-    if isinstance(wanted, list):
-        finding = f"a rewrite is of one model, not of {', '.join(wanted)}: name one, and rewrite the other apart"
-        raise SpecError(finding, path=("model", "part"))
-    if wanted is not None:
-        return str(wanted)
+        if names.count(name) > 1:
+            raise SpecError(f"'{name}' is listed {names.count(name)} times: list each part once", path=("model", "part"))
+    if names:
+        return [str(name) for name in names]
     called = list(denoisers)
     if len(called) > 1:
         few = {"num_inference_steps": 2, "output_type": "latent"}
@@ -121,4 +133,4 @@ def _part(pipe: Any, wanted: Any, arguments: dict[str, Any]) -> str:
         found = ", ".join(called or models)
         finding = f"{type(pipe).__name__} has {'several denoisers' if called else 'no denoiser that is known as one'}, {found}"
         raise SpecError(f"{finding}: choose with 'part'", path=("model", "part"))
-    return called[0]
+    return called

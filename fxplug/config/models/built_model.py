@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
@@ -19,13 +19,16 @@ from ..model_section import TensorDtype
 class BuiltModel:
     """A model with the arguments of an example call, `inputs`; `pipeline` is the pipeline that it is a part of, or None.
 
-    `complete` makes the module that is rewritten of the model's trace: itself, unless the model's kind does more.
+    `complete` makes the module that is rewritten of the model's trace: itself, unless the model's kind does more. `beside` has
+    further models of the same pipeline, by their names in it, which the same passes rewrite; `part` is the model's own name.
     """
 
     module: nn.Module
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
     pipeline: Any = None
     complete: Callable[[TracedModule], TracedModule] = lambda traced: traced
+    part: str = ""
+    beside: dict[str, BuiltModel] = field(default_factory=dict)
 
     __repr__ = format_fields
 

@@ -28,11 +28,11 @@ def build_with_inputs(config: Config, *, device: str | None = None, later: Colle
         with config.located():
             built: BuiltModel = need_hook("pipeline_model", "pipelines")(config, device=device)
         named = {name: spec for name, spec in config.inputs.items() if name not in later}
-        if named:
-            bound = inspect.signature(built.module.forward).bind(*built.inputs[0], **built.inputs[1])
-            _check_names(config, built.module, named)
+        for one in (built, *built.beside.values()) if named else ():
+            bound = inspect.signature(one.module.forward).bind(*one.inputs[0], **one.inputs[1])
+            _check_names(config, one.module, named)
             bound.arguments.update(_Filler(config, find_device(config)).mapping(named))
-            built.inputs = bound.args, bound.kwargs
+            one.inputs = bound.args, bound.kwargs
         return built
     model = build(config, device=device)
     return BuiltModel(model, make_inputs(config, model, device=device, later=later))
