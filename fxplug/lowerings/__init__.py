@@ -4,7 +4,7 @@ from ..core.extensions import Extension
 
 EXTENSION = Extension(
     name="lowerings",
-    bases=("adapters",),
+    bases=("adapters", "step_cache"),
     names={
         "fuse": "fxplug.lowerings.linear.fused:fuse",
         "tune": "fxplug.lowerings.linear.measurement:tune",

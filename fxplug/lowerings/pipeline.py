@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -15,6 +15,8 @@ from ..core.errors import MatchError, SpecError, did_you_mean, quote
 from ..core.extensions import DERIVATION
 from ..core.ir.traced_module import TracedModule
 from ..core.locks import with_read_lock
+from .hoist.groups import read_groups
+from .hoist.hoisted import Hoisted
 from .linear import forms, fused
 from .lowering import LoweredForm, undo_lowering
 from .merging import fold, live
@@ -23,15 +25,38 @@ from .regions import nested
 MERGES = ("fold", "live", "auto")
 
 
+@overload
+def lower(
+    gm: TracedModule,
+    *,
+    merge: str | bool | None = None,
+    fuse: str | bool | None = "auto",
+    hoist: Literal[False] | None = False,
+    outline: str | bool | Sequence[str] | None = None,
+) -> TracedModule: ...
+
+
+@overload
+def lower(
+    gm: TracedModule,
+    *,
+    merge: str | bool | None = None,
+    fuse: str | bool | None = "auto",
+    hoist: Literal[True] | Mapping[str, Sequence[str]],
+    outline: str | bool | Sequence[str] | None = None,
+) -> Hoisted: ...
+
+
 @with_read_lock
 def lower(
     gm: TracedModule,
     *,
     merge: str | bool | None = None,
     fuse: str | bool | None = "auto",
+    hoist: bool | Mapping[str, Sequence[str]] | None = False,
     outline: str | bool | Sequence[str] | None = None,
-) -> TracedModule:
-    """Make a faster form of a rewritten module: merged, fused, outlined, in this order; `gm` stays as it is.
+) -> TracedModule | Hoisted:
+    """Make a faster form of a rewritten module: merged, fused, hoisted, outlined, in this order; `gm` stays as it is.
 
     The result shares parameters, and the state of slots, with `gm`, but for what is merged. `meta["forms"]` says which form
     each layer has, `meta["source"]` is what save keeps: `gm`, or what was folded.
@@ -44,18 +69,27 @@ def lower(
             own now, and the others are folded as far as they are functions of weights.
         fuse: The form in which layers and their updates are joined: the one of a rule for its sizes ("auto"), one for all, or
             none (None, False); see `fused.fuse`.
+        hoist: Which inputs stay while an image is drawn, and which say the time, by their names in `forward`:
+            `{"conditions": ["encoder_hidden_states"], "time": ["timestep"]}`. What needs no other input is computed once, and
+            kept as long as all that it was computed from is the same. True takes what the run of `rewrite_pipeline` has noted,
+            or what the module was hoisted with when it was saved. See `hoist.hoisted.Hoisted`.
         outline: The repeated regions that are compiled once: "auto" where there are some, True finds them too and raises where
-            there are none, a list names them; see `nested.nest`.
+            there are none, a list names them; see `nested.nest`. Of a hoisted module those of its step.
 
     Returns:
-        The lowered module; `gm` itself where nothing was done.
+        The lowered module; `gm` itself where nothing was done. With `hoist` a `Hoisted`, which stands for it.
 
     Raises:
-        SpecError: A value is none of these, or the module is lowered already; and as the lowerings do.
+        SpecError: A value is none of these, or the module is lowered already; nothing can be hoisted, with the node that is in
+            the way; and as the lowerings do.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # what is made here is written later
-            return lower(gm, merge=merge, fuse=fuse, outline=outline)
+            return lower(gm, merge=merge, fuse=fuse, hoist=hoist, outline=outline)  # type: ignore[arg-type]
+    if hoist is not None and hoist is not False:
+        _checked(gm, merge, fuse, outline)
+        groups = read_groups(gm, hoist)
+        return _outlined(Hoisted(lower(gm, merge=merge, fuse=fuse), groups), outline)
     again = partial(lower, merge=merge, fuse=fuse, outline=outline)
     merge, fuse, regions = _checked(gm, merge, fuse, outline)
     source = made = gm
@@ -81,6 +115,18 @@ def lower(
         alike = "auto" if outline is True else outline  # a pass may leave no regions that are alike
         made.meta[DERIVATION] = RepeatableLowering(None if merge == "fold" else merge, fuse, alike)
     return made if made is gm else made.made_by(again, gm)
+
+
+def _outlined(hoisted: Hoisted, outline: Any) -> Hoisted:
+    """Return a hoisted module with the repeated regions of its step outlined."""
+    if outline not in (None, False):
+        regions = None if outline in (True, "auto") else list(outline)
+        try:
+            hoisted.map_step(lambda step: nested.nest(step, regions))
+        except MatchError:
+            if outline != "auto":
+                raise
+    return hoisted
 
 
 @dataclass(frozen=True)

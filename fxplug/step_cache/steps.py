@@ -67,7 +67,8 @@ class Stepped(nn.Module):
     def __init__(self, module: TracedModule, clock: str | None) -> None:
         super().__init__()
         if not isinstance(module, TracedModule):
-            raise SpecError(f"a step cache takes a traced module, not {type(module).__name__}: fxplug.trace makes one")
+            way = "give it what that was made from" if isinstance(module, Stepped) else "fxplug.trace makes one"
+            raise SpecError(f"a step cache takes a traced module, not {type(module).__name__}: {way}")
         self.__dict__.update({table: vars(module)[table] for table in TABLES}, module=module)
         self.training = module.training
         self._clock = Clock(clock, [str(n.target) for n in module.graph.nodes if n.op == "placeholder"])

@@ -101,6 +101,7 @@ def save(
     Raises:
         ArtifactError: Something of the module cannot be saved, or the folder holds something else.
     """
+    module = getattr(type(module), "as_saved", lambda given: given)(module)  # of what stands for a traced module
     if not isinstance(module, TracedModule):
         raise ArtifactError(
             f"fxplug.save takes a traced module, not a {type(module).__name__}: fxplug.trace(model, inputs) makes one"

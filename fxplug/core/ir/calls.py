@@ -63,7 +63,7 @@ def call_code(module: fx.GraphModule, code: Code, args: tuple[Any, ...], kwargs:
         check_tied(module)
     if "nested" in module.meta and is_listening():
         code = functools.partial(call_uncompiled, max(map(len, module.meta["nested"].values())), code)
-    if _has_hooks(module):
+    if has_hooks(module):
         from .offload import with_parts_loaded  # for few modules
 
         code = with_parts_loaded(code, module)
@@ -106,7 +106,7 @@ def _note_steps(module: fx.GraphModule) -> None:
 # --- accelerate's hooks
 
 
-def _has_hooks(root: nn.Module) -> bool:
+def has_hooks(root: nn.Module) -> bool:
     """Whether accelerate has put a hook on a part or layer whose code or weights the graphs have themselves."""
     for parts, name in vars(root).get(WATCHED) or _watch(root):
         if (part := parts.get(name)) is not None and HOOKED in part.__dict__:
@@ -204,7 +204,7 @@ MIXED_CHECKPOINTS = (
     "module: call disable_gradient_checkpointing(), or train() or eval() of the module"
 )
 FORWARD = make_forward(nn.Module.forward).__code__  # the code of the forward of every traced module
-for _code in (FORWARD, *(f.__code__ for f in (call_code, _call_with_slots, _has_hooks))):
+for _code in (FORWARD, *(f.__code__ for f in (call_code, _call_with_slots, has_hooks))):
     leave_frame(_code)  # these frames are not compiled, what they call is
 for _choose in (choose_by_mode(nn.Module.forward, True), choose_by_gradients(nn.Module.forward)):
     leave_frame(_choose.__code__)

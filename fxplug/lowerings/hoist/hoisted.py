@@ -1,0 +1,538 @@
+"""A denoiser whose calls compute only what depends on their latents: the rest is computed once, and kept while it is so."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...blocks.base import Table
+from ...core.errors import GuardError, SpecError, format_fields, quote
+from ...core.extensions import DistributedPart
+from ...core.ir.calls import check_samples, has_hooks
+from ...core.ir.containers import list_leaves, map_leaves
+from ...core.ir.entry_checks import find_refusal, get_signature, is_repeatable
+from ...core.ir.functions import is_random_layer
+from ...core.ir.graph import Graph
+from ...core.ir.traced_module import TracedModule
+from ...core.ir.variants import view
+from ...core.locks import call_with_read_lock
+from ...core.torch_internals.modules import is_listening
+from ...core.torch_internals.tensors import FakeTensorMode, version
+from ...step_cache.steps import Stepped, compile_graphs_only, disable_compile
+from ..lowering import undo_lowering
+from .cut import STEP, Cut, Stage
+from .groups import META, InputGroups
+from .kept import KeptValues, Key, Limits, Values, check_limit
+from .listing import StageRow, format_stages, list_stages
+from .sameness import (
+    CONDITIONS,
+    TIME,
+    Call,
+    KnownConditions,
+    WeightStamp,
+    is_observed,
+    make_stamp,
+    read_bytes,
+    read_call,
+)
+from .weights import Offload, list_early, list_layers, list_places
+
+FORMS = 64  # of calls (shapes, plain values, modes) that are known at once
+IN_TURN = 8  # so many calls in turn with new conditions are said once
+AROUND = (
+    "what lower(hoist=...) gives decides on the host what is computed anew, and a program that is compiled around it cannot: "
+    "call its own compile(), which compiles each stage"
+)
+
+
+@dataclass
+class CallForm:
+    """What calls have in common besides values: its number, whether such calls can keep values, and sizes of the step's own."""
+
+    number: int
+    refused: str
+    sizes: dict[str, Any] | None = None
+
+    __repr__ = format_fields
+
+
+@dataclass
+class _Plan:
+    """What one call takes and makes: its form, the key of each stage, and the values found so far."""
+
+    call: Call
+    form: CallForm
+    conditions: int
+    time: Any
+    slots: Any
+    values: Values = field(default_factory=dict)
+
+    def key(self, stage: Stage) -> Key:
+        """Return the key of a stage's values."""
+        conditions = self.conditions if CONDITIONS in stage.needs else 0
+        time = self.time if TIME in stage.needs else 0
+        return Key(stage.name, self.form.number, conditions, time, self.slots if stage.slotted else 0)
+
+
+class Hoisted(Stepped):
+    """A model that computes once what is the same in many steps: what `lower(gm, hoist=...)` gives.
+
+    It is called as `module` is, has the same parameters, buffers, adapters and attributes, and can take its place in a
+    pipeline. Results are `torch.equal` to those of `module`. Its parts are traced modules on the same tensors: a stage for each
+    set of groups of inputs that values need ("always", "conditions", "time", "conditions+time"), and the "step".
+
+    A kept value is used only if all that it was computed from is the same: its inputs by their bits, its weights by identity,
+    address and version, the choice of adapters by its numbers, and torch's modes. Anything else is computed. With gradients, in
+    training, with hooks on layers that stages call, and where a mode of torch watches operations, nothing is kept and `module`
+    itself is called. After a write through `.data` of a weight, which leaves no trace, call `reset()`.
+
+    `counts` has how often each stage was computed. Several threads may call it.
+
+    Raises SpecError where nothing can be hoisted, and for a module that is split over processes.
+    """
+
+    def __init__(self, module: TracedModule, groups: InputGroups) -> None:
+        if isinstance(module, TracedModule) and any(isinstance(part, DistributedPart) for part in module.modules()):
+            raise SpecError(
+                "hoist: this module runs in several processes, which would have to find or miss kept values together: lower it "
+                "without hoist"
+            )
+        super().__init__(module, None)
+        self.groups = groups
+        self._by_input = groups.by_input
+        self._cut = Cut(module.graphs.get(False, module.graph), module, self._by_input)
+        self._stages = {stage.name: stage for stage in self._cut.stages}
+        self._places = {stage.name: list_places(self._cut, stage) for stage in self._cut.stages}
+        self._layers = {stage.name: list_layers(self._cut, stage) for stage in self._cut.stages}
+        early = [layer for stage in self._cut.stages[:-1] for layer in self._layers[stage.name]]
+        self._drawing = list(dict.fromkeys(layer for layer in early if is_random_layer(layer, True)))
+        self._tables = [part for part in module.modules() if isinstance(part, Table)]
+        self._signature = get_signature(module)
+        self._names = {node.name: str(node.target).lstrip("*") for node in self._cut.inputs}
+        self._guard = threading.RLock()
+        self._times: tuple[float, ...] = ()
+        self._offload: Offload | None = None
+        self._warned = False
+        self.limits = Limits()
+        self.counts = dict.fromkeys(self._stages, 0)
+        self.reset()
+
+    # --- the parts
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """Names of the stages, the step last."""
+        return tuple(self._stages)
+
+    def graphs_of(self, name: str) -> dict[bool, Graph]:
+        """Give the graph of a stage.
+
+        Args:
+            name: The stage, one of `used`.
+
+        Returns:
+            The graph for evaluation, as in training nothing is hoisted.
+        """
+        return {False: self._cut.write(self._stages[name])}
+
+    @disable_compile
+    def _made(self, name: str) -> TracedModule:
+        part = view(self.module, self.graphs_of(name), None)
+        part.meta = {**self.module.meta, "part": name}
+        part.__dict__["training"] = False
+        if self._options is not None:
+            part.compile(**self._options)
+        return part
+
+    def train(self, mode: bool = True) -> Hoisted:
+        """Put the module into a mode; stages are for evaluation alone."""
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def map_step(self, function: Callable[[TracedModule], TracedModule]) -> None:
+        """Replace the step by `function(step)`, a lowering that keeps signature and result, such as outlining."""
+        self._parts[STEP] = function(self._part(STEP))
+        if self._options is not None:
+            self._parts[STEP].compile(**self._options)
+
+    # --- what is kept
+
+    def reset(self) -> None:
+        """Forget all that is kept: after weights were written through `.data`, which leaves no trace."""
+        with self._guard:
+            super().reset()
+            self._kept = KeptValues()
+            self._known = KnownConditions(self.limits.conditions)
+            self._stamps: dict[str, WeightStamp] = {}
+            self._forms: OrderedDict[Any, CallForm] = OrderedDict()
+            self._slots: tuple[Any, Any] = (None, b"")
+
+    def _reset_stateful_cache(self, recurse: bool = True) -> None:
+        """Keep all at the end of a pipeline's run: the next one may have the same prompt."""
+
+    def limit(self, conditions: int | None = None, times: int | None = None, bytes: int | None = None) -> Hoisted:  # noqa: A002
+        """Set how much is kept; what is None stays as it is. The oldest goes first.
+
+        Args:
+            conditions: How many sets of conditions, such as prompts; a step with guidance may have two. 8 at first.
+            times: How many times, 256 at first.
+            bytes: How many bytes, with the copies of conditions that calls are compared with. Not limited at first.
+
+        Returns:
+            This module.
+
+        Raises:
+            SpecError: A limit is no whole number of 1 or more.
+        """
+        given = {"conditions": conditions, "times": times, "bytes": bytes}
+        checked = {name: check_limit(name, value) for name, value in given.items() if value is not None}
+        with self._guard:
+            for name, value in checked.items():
+                setattr(self.limits, name, value)
+            self.reset()
+        return self
+
+    # --- a call
+
+    @compile_graphs_only
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step with the module's arguments. Raises SpecError in a program that is compiled around it."""
+        if is_listening():
+            raise SpecError(AROUND)
+        return call_with_read_lock(self._locks, self._checked_step, *args, **kwargs)
+
+    @compile_graphs_only
+    def _checked_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._locks:
+            check_samples(self.module, args, kwargs)
+        return self._step(*args, **kwargs)
+
+    @compile_graphs_only
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        plan = self._plan(args, kwargs)
+        if isinstance(plan, str):
+            return self._call_whole(args, kwargs)
+        try:
+            self._fill([plan])
+            return self._part(STEP)(*args, **kwargs, **{v.name: plan.values[v.name] for v in self._cut.stages[-1].given})
+        except GuardError:  # another graph may be for such a call, or the whole module says why none is
+            if not is_repeatable(self.module):
+                raise
+            return self._call_whole(args, kwargs)
+
+    def _call_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module itself, which reads all weights."""
+        if self._offload is None:
+            return self.module(*args, **kwargs)
+        with self._guard:  # so that nobody sends them away meanwhile
+            self._move_weights(self._offload.bring)
+            return self.module(*args, **kwargs)
+
+    @disable_compile
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Plan | str:
+        """Return what a call takes; why nothing is kept for it otherwise."""
+        module = self.module
+        if self.training or module.training or any(layer.training for layer in self._drawing):
+            return "it is in training: call eval()"
+        if torch.is_grad_enabled():
+            return "gradients are enabled: call it within torch.no_grad()"
+        if is_observed():
+            return "a mode of torch or a hook for all modules watches what is computed"
+        if has_hooks(module) or module.has_mixed_modes:
+            return "a part of it has a hook, or is in another mode"
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            return str(error)
+        bound.apply_defaults()
+        call = read_call(dict(bound.arguments), self._by_input)
+        if call is None:
+            return "an input is no plain tensor, number or text, so that it cannot be compared with that of other calls"
+        with self._guard:
+            form = self._find_form(call, args, kwargs)
+            if form.refused:
+                return form.refused
+            if not self._check_weights():
+                return "a layer has a hook, or weights that were made in inference mode, whose writes nothing counts"
+            return self._place(call, form)
+
+    def _find_form(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallForm:
+        form = self._forms.get(call.form)
+        if form is None:
+            number = max((known.number for known in self._forms.values()), default=0) + 1
+            form = self._forms[call.form] = CallForm(number, find_refusal(self.module, args, kwargs) or "")
+            if not form.refused and self._cut.late:
+                self._find_sizes(call, form)
+            if len(self._forms) > FORMS:
+                _, gone = self._forms.popitem(last=False)
+                self._kept.drop(lambda key: key.form == gone.number)
+        self._forms.move_to_end(call.form)
+        return form
+
+    def _find_sizes(self, call: Call, form: CallForm) -> None:
+        """Find the sizes that stages need of values which only the step has, from shapes alone."""
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+                given = [map_leaves(call.values[name], lambda t, _: mode.from_tensor(t)) for name in self._names.values()]
+                found = fx.Interpreter(fx.GraphModule(self.module, self._cut.write_numbers())).run(*given)
+        except Exception as error:  # whatever an operation raises that has no form without values
+            form.refused = f"sizes in it cannot be found from shapes alone: {type(error).__name__}: {error}"
+            return
+        form.sizes = dict(zip([node.name for node in self._cut.late], found, strict=True))
+
+    def _place(self, call: Call, form: CallForm, like: _Plan | None = None) -> _Plan:
+        """Find what stands for the values of a call; `like` is one with the same conditions."""
+        conditions = like.conditions if like else 0
+        if like is None and self.groups.conditions:
+            conditions, gone = self._known.find(call)
+            if gone:
+                self._kept.drop(lambda key: key.conditions in gone)
+            self._warn_of_changes()
+        time: Any = (call.numbers[TIME], read_bytes(t for _, t in call.tensors[TIME])) if self.groups.time else 0
+        return _Plan(call, form, conditions, time, like.slots if like else self._read_slots())
+
+    def _read_slots(self) -> bytes:
+        """Read which adapters are in use, and how much of each."""
+        if not any(stage.slotted for stage in self._cut.stages):
+            return b""
+        tensors = [tensor for table in self._tables for tensor in (table.weights, table.entries)]
+        if any(tensor.is_inference() for tensor in tensors):
+            return read_bytes(tensors)
+        state = [(id(tensor), tensor.data_ptr(), version(tensor)) for tensor in tensors]
+        if state != self._slots[0]:
+            self._slots = state, read_bytes(tensors)
+        return bytes(self._slots[1])
+
+    def _warn_of_changes(self) -> None:
+        names = [] if self._warned else self._known.list_changing(IN_TURN)
+        if names:
+            self._warned = True
+            warnings.warn(
+                f"hoist: the condition {', '.join(map(repr, names))} has been another one in each of the last {IN_TURN} calls, "
+                "so that what depends on it is computed each time: leave it out of the conditions if it changes at every step",
+                stacklevel=2,
+            )
+
+    def _check_weights(self) -> bool:
+        """Drop what was computed from other weights. Returns whether a change of these could be seen."""
+        for stage in self._cut.stages[:-1]:
+            now = make_stamp(self._places[stage.name], self._layers[stage.name])
+            if not now.usable:
+                return False
+            old = self._stamps.get(stage.name)
+            if old is None or not now.is_equal(old):
+                self._stamps[stage.name] = now
+                above = {other.name for other in self._cut.stages if stage.needs <= other.needs}
+                self._kept.drop(lambda key, above=above: key.stage in above)  # type: ignore[misc]
+        return True
+
+    @compile_graphs_only
+    def _fill(self, plans: list[_Plan]) -> None:
+        """Give plans the values of all stages but the step, and compute those that are not kept, stage after stage."""
+        with self._guard:
+            self._take(plans)
+
+    @compile_graphs_only
+    def _take(self, plans: list[_Plan]) -> None:
+        first, away = plans[0], self._offload
+        early = self._cut.stages[:-1]
+        alone = away is not None and self._times and len(plans) == 1
+        if alone and any(self._kept.find(first.key(stage)) is None for stage in early):
+            plans = [first, *self._list_plans(first, self._times)]  # all in one visit of the weights
+        for stage in early:
+            for plan in plans:
+                key = plan.key(stage)
+                values = self._kept.find(key)
+                if values is None:
+                    if away is not None:
+                        self._move_weights(partial(away.visit, stage.name))
+                    values = self._compute(stage, plan)
+                    self._kept.add(key, values, self.limits, self._known.count_bytes())
+                plan.values.update(values)
+        if away is not None:
+            self._move_weights(away.send)
+        self.counts[STEP] += 1
+
+    @compile_graphs_only
+    def _compute(self, stage: Stage, plan: _Plan) -> Values:
+        call, sizes = plan.call, plan.form.sizes or {}
+        given = {node.name: call.values[self._names[node.name]] for node in stage.nodes if node.op == "placeholder"}
+        given |= {v.name: sizes[v.name] if v.name in sizes else plan.values[v.name] for v in stage.given}
+        found = self._part(stage.name)(**given)
+        self.counts[stage.name] += 1
+        return self._own(dict(zip([node.name for node in stage.results], found, strict=True)), call)
+
+    @disable_compile
+    def _own(self, values: Values, call: Call) -> Values:
+        """Copy results that lie in the memory of inputs, which their owner may write, or of a CUDA graph."""
+        tensors = [leaf for leaf in list_leaves(list(call.values.values())) if isinstance(leaf, Tensor)]
+        lent = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        replayed = (self._options or {}).get("mode") in ("reduce-overhead", "max-autotune")
+
+        def own(tensor: Tensor, _: Any) -> Tensor:
+            tensor = tensor.detach()
+            return copy_memory(tensor) if replayed or tensor.untyped_storage().data_ptr() in lent else tensor
+
+        return {name: map_leaves(value, own) for name, value in values.items()}
+
+    # --- all at once
+
+    def prepare(self, *args: Any, times: Sequence[float] | Tensor | None = None, **kwargs: Any) -> Hoisted:
+        """Compute and keep what calls with these inputs need before their steps; of latents only shapes are read.
+
+        Args:
+            *args: The inputs of a call.
+            times: All times of the run, as the model gets them, such as `scheduler.timesteps`: one visit of each weight then
+                fills all stages, and `offload` knows when weights are needed again. None is the time of the call alone.
+            **kwargs: Inputs of a call by name.
+
+        Returns:
+            This module.
+
+        Raises:
+            SpecError: Nothing is kept for such a call, or the model has no input for the time.
+        """
+        with torch.no_grad():
+            call_with_read_lock(self._locks, self._prepare, args, kwargs, times)
+        return self
+
+    @compile_graphs_only
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], times: Any) -> None:
+        if times is not None and not self.groups.time:
+            raise SpecError("prepare: the groups name no input for the time, so that there are no times to prepare")
+        plan = self._plan(args, kwargs)
+        if isinstance(plan, str):
+            raise SpecError(f"prepare: nothing is kept of this call, because {plan}")
+        with self._guard:
+            plans = [plan]
+            if times is not None:
+                self._times = read_times(times)
+                plans = self._list_plans(plan, self._times)
+            self._fill(plans)
+            self.counts[STEP] -= 1
+
+    def _list_plans(self, plan: _Plan, times: Iterable[float]) -> list[_Plan]:
+        """Return the plans of calls that differ in their time alone."""
+        found = []
+        for time in times:
+            new = {name: fill_time(plan.call.values[name], time) for name in self.groups.time}
+            call = read_call({**plan.call.values, **new}, self._by_input)
+            if call is not None and call.form == plan.call.form:
+                found.append(self._place(call, plan.form, plan))
+        return found
+
+    # --- weights that leave
+
+    def offload(self, device: str | torch.device | None = "cpu") -> Hoisted:
+        """Keep the weights that no step reads on another device while steps run; a stage that is computed fetches its own.
+
+        A set of conditions that is new is computed for all times that `prepare` was given, so that each weight comes once a
+        prompt. Call this module then, not the one that it was made from, which has the same weights.
+
+        Args:
+            device: Where they are meanwhile, "cpu"; None brings them back for good.
+
+        Returns:
+            This module.
+
+        Raises:
+            SpecError: The times of a run are not known.
+        """
+        if device is not None and self.groups.time and not self._times:
+            raise SpecError(
+                "offload: the times of a run are not known, so that each step would fetch weights again: call "
+                "prepare(..., times=scheduler.timesteps) before"
+            )
+        with self._guard:
+            if self._offload is not None:
+                self._move_weights(self._offload.bring)
+            self._offload = None if device is None else Offload(list_early(self._cut), torch.device(device))
+            if self._offload is not None:
+                self._move_weights(self._offload.send)
+        return self
+
+    def _move_weights(self, move: Callable[[], Any]) -> None:
+        """Move weights, which are the same afterwards: nothing is dropped for their new addresses."""
+        fresh = self._check_weights()
+        move()
+        if fresh:
+            for name in self._stamps:
+                self._stamps[name] = make_stamp(self._places[name], self._layers[name])
+
+    def _apply(self, function: Any, recurse: bool = True) -> Hoisted:
+        with self._guard:
+            away = self._offload
+            self.offload(None)
+            super()._apply(function, recurse)
+            if away is not None:
+                self.offload(away.device)
+        return self
+
+    # --- about it
+
+    @property
+    def stages(self) -> list[StageRow]:
+        """Rows of what was hoisted, one for each stage: operations, weights of its own, FLOPs, bytes that are kept now."""
+        return list_stages(self._cut, self._places, self._kept)
+
+    @property
+    def listing(self) -> str:
+        """Text of what was hoisted: a line for each stage."""
+        return format_stages(self.stages)
+
+    def as_saved(self) -> TracedModule:
+        """Return what a file has of this module: what it was made from, with the groups in its meta."""
+        source = undo_lowering(self.module).copied()
+        source.meta[META] = self.groups.as_data()
+        return source
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hoisted:
+        new = memo[id(self)] = Hoisted(copy.deepcopy(self.module, memo), self.groups)
+        new.limits = copy.copy(self.limits)
+        new.reset()
+        return new
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{row.name}: {row.operations}" for row in self.stages) + " operations"
+
+
+def copy_memory(tensor: Tensor) -> Tensor:
+    """Copy a tensor with the strides that it has, also where several of its numbers are one in memory."""
+    storage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    new = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return new.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def read_times(times: Any) -> tuple[float, ...]:
+    """Read the times of a run. Raises SpecError for what is no list of numbers."""
+    rows = times.detach().flatten().tolist() if isinstance(times, Tensor) else times
+    if isinstance(rows, str) or not isinstance(rows, Iterable):
+        raise SpecError(f"prepare: times must be the times of a run, such as scheduler.timesteps, not {quote(times)}")
+    found = [x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for x in rows]
+    if not found or not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in found):
+        raise SpecError(f"prepare: times must be numbers, one or more, not {quote(times)}")
+    return tuple(found)
+
+
+def fill_time(value: Any, time: float) -> Any:
+    """Return an input for the time with another one, of the same kind, sizes and strides."""
+
+    def filled(tensor: Tensor, _: Any) -> Tensor:
+        last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        memory = torch.full((last + 1,), time, dtype=tensor.dtype, device=tensor.device)
+        return memory.as_strided(tensor.size(), tensor.stride())
+
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return type(value)(time)
+    return map_leaves(value, filled)
+
