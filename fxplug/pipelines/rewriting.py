@@ -15,7 +15,8 @@ from ..core.rewriter.applying import apply
 from ..core.spec.rules import Pass
 from .control import controlnet_of
 from .diffusers_types import check_pipeline
-from .tracing import find_models, trace_pipeline
+from .step_inputs import StepInputs
+from .tracing import find_models, trace_parts
 
 P = TypeVar("P", bound=Callable[..., Any])
 Passes = Pass | Iterable[Pass]
@@ -39,8 +40,9 @@ def rewrite_pipeline(
     `passes` has one pass or several for each model, by its name in the pipeline. `adapters` maps adapter names to files: they
     are put in `slots` of the models that they have layers for (None: as many slots as files), all of them active at full
     strength; a file that does not name its model is for the `unet` or the `transformer`. Afterwards `pipe.set_adapters` and the
-    related methods work as usual. `join` and `variants` are those of `trace_pipeline`. Without passes and adapters every model
-    that the call calls is traced and put in.
+    related methods work as usual. The call goes on to a second step, for which the denoiser runs once, and what it is given in
+    both is noted for `lower(pipe.transformer, hoist=True)`. `join` and `variants` are those of `trace_pipeline`. Without passes
+    and adapters every model that the call calls is traced and put in.
 
     Args:
         pipe: The pipeline.
@@ -71,7 +73,7 @@ def rewrite_pipeline(
         settings = {"files": files, "name": _free(getattr(pipe, name)), **({} if slots is None else {"slots": slots})}
         wanted.setdefault(name, []).append(make_adapter_pass(settings))
     parts = [*wanted, *(["unet"] if join and "unet" not in wanted else [])] or None
-    made = trace_pipeline(pipe, parts=parts, join=join, variants=variants, **call)
+    made = trace_parts(pipe, (), call, parts=parts, variants=variants, join=join, inputs=StepInputs())
     for name, own in wanted.items():
         made[name] = apply(made[name], *own)  # type: ignore[arg-type]
     if "controlnet" in made and join:

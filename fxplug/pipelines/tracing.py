@@ -23,6 +23,8 @@ from ..core.ir.variants import LIMIT
 from .control import META, SettingsProxy, controlnet_of, join, make_stub, read_settings
 from .diffusers_types import PipelinePart, pipeline_part
 from .recorded_run import EndOfRecording
+from .step_inputs import META as META_OF_INPUTS
+from .step_inputs import StepInputs
 
 
 def trace_pipeline(
@@ -56,6 +58,20 @@ def trace_pipeline(
     Raises:
         TraceError: A part is not there or is not called; and what the pipeline raises.
     """
+    return trace_parts(pipe, args, call, parts=parts, variants=variants, join=join)
+
+
+def trace_parts(
+    pipe: Any,
+    args: tuple[Any, ...],
+    call: dict[str, Any],
+    *,
+    parts: Iterable[str] | None = None,
+    variants: int | None = None,
+    join: bool = False,
+    inputs: StepInputs | None = None,
+) -> dict[str, nn.Module]:
+    """Trace as `trace_pipeline`. With `inputs` the run goes on to a second step, and parts have the groups of their inputs."""
     if join:
         pipe = _joined(pipe)
     models = find_models(pipe)
@@ -63,7 +79,7 @@ def trace_pipeline(
     for name in wanted:
         if name not in models:
             raise TraceError(f"the pipeline has no model '{name}'{did_you_mean(name, models)}; it has {', '.join(models)}")
-    calls = record_first_calls(pipe, {name: models[name] for name in wanted}, args, call, enough=parts is not None)
+    calls = record_first_calls(pipe, {name: models[name] for name in wanted}, args, call, parts is not None, inputs)
     if missing := [name for name in wanted if name not in calls and parts is not None]:
         raise TraceError(
             f"this call of the pipeline does not call {', '.join(missing)}; it calls {', '.join(calls) or 'none'}: give "
@@ -77,6 +93,8 @@ def trace_pipeline(
                 if not isinstance(model, TracedModule):
                     model = pipeline_part(trace(model, given, named), model, LIMIT if variants is None else variants)
                 made[name] = model
+            if inputs is not None and isinstance(model, TracedModule) and (groups := inputs.find_groups(name)) is not None:
+                model.meta[META_OF_INPUTS] = groups
         except TraceError as error:
             raise TraceError(f"{name}: {error}") from error
     if join and isinstance(unet := made.get("unet"), TracedModule):
@@ -159,10 +177,12 @@ def find_models(pipe: Any) -> dict[str, nn.Module]:
     return models
 
 
-def record_first_calls(pipe: Any, models: dict[str, nn.Module], args: Any, call: Any, enough: bool) -> dict[str, Any]:
+def record_first_calls(
+    pipe: Any, models: dict[str, nn.Module], args: Any, call: Any, enough: bool, inputs: StepInputs | None = None
+) -> dict[str, Any]:
     """Call a pipeline and return the arguments of the first call of each of these models that it calls, by name.
 
-    With `enough` the call ends where the last of them is called.
+    With `enough` the call ends where the last of them is called; with `inputs` as well, where denoisers were seen in two steps.
     """
     calls: dict[str, Any] = {}
 
@@ -171,9 +191,16 @@ def record_first_calls(pipe: Any, models: dict[str, nn.Module], args: Any, call:
         def noted(*given: Any, **named: Any) -> Any:
             if name not in calls:
                 calls[name] = map_leaves((given, named), lambda tensor, _: tensor.detach().clone())
-                if enough and len(calls) == len(models):
+                if inputs is None and enough and len(calls) == len(models):
                     raise EndOfRecording
-            return forward(*given, **named)
+            if inputs is None:
+                return forward(*given, **named)
+            inputs.note(name, forward, given, named)
+            if not enough or len(calls) < len(models):
+                return forward(*given, **named)
+            if inputs.is_complete(models):
+                raise EndOfRecording
+            return inputs.answer(name, forward, given, named)
 
         return noted
 
@@ -181,8 +208,13 @@ def record_first_calls(pipe: Any, models: dict[str, nn.Module], args: Any, call:
     try:
         for name, model in models.items():
             vars(model)["forward"] = noting(name, model.forward)
-        with torch.no_grad(), contextlib.suppress(EndOfRecording):
-            pipe(*args, **call)
+        watched = contextlib.nullcontext() if inputs is None else inputs.watch(pipe)
+        with torch.no_grad(), contextlib.suppress(EndOfRecording), watched:
+            try:
+                pipe(*args, **call)
+            except Exception:
+                if inputs is None or not enough or len(calls) < len(models):  # else all that is wanted was seen before
+                    raise
     finally:
         for name, model in models.items():
             vars(model).pop("forward", None)

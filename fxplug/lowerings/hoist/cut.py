@@ -247,6 +247,11 @@ class Cut:
         calls = [node for node in stage.own if node.op != "placeholder" and node.target is not operator.getitem]
         return sum("shape" in node.meta for node in calls)
 
+    def count_result_bytes(self, stage: Stage) -> int:
+        """Return the size of the memory of a stage's results, at the sizes of the trace; nested results count as nothing."""
+        homes = {self.flow.memory[node]: node for node in stage.results}
+        return sum(count_bytes(home if isinstance(home, fx.Node) else node) for home, node in homes.items())
+
     def _describe_obstacle(self) -> str:
         """Describe the first node that could have been hoisted and is not, and the input it needs."""
         names = [str(n.target).lstrip("*") for n in self.inputs if self.get_group(n) != STEP]

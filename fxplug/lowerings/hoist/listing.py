@@ -23,7 +23,11 @@ PRODUCTS = {"matmul", "bmm", "mm", "addmm", "baddbmm"}  # of two values, by thei
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage: operations that compute tensors, parameters that no later stage reads, the share of each, and what is kept."""
+    """One stage: operations that compute tensors, parameters that no later stage reads, FLOPs, the shares of these, and bytes.
+
+    `result_bytes` are those that its values take for one set of what they need, at the sizes of the trace; `kept_bytes` are
+    kept now.
+    """
 
     name: str
     operations: int
@@ -31,8 +35,8 @@ class StageRow:
     weight_share: float
     flops: int
     flop_share: float
+    result_bytes: int
     kept_bytes: int
-    values: int
 
     __repr__ = format_fields
 
@@ -51,16 +55,16 @@ def list_stages(cut: Cut, places: Mapping[str, Sequence[Place]], kept: KeptValue
     for stage in cut.stages:
         own = sum(sizes[key] for key, name in last.items() if name == stage.name)
         numbers = (cut.count_operations(stage), own, own / total, flops[stage.name], flops[stage.name] / every)
-        rows.append(StageRow(stage.name, *numbers, kept.count_bytes(stage.name), len(stage.results)))
+        rows.append(StageRow(stage.name, *numbers, cut.count_result_bytes(stage), kept.count_bytes(stage.name)))
     return rows
 
 
 def format_stages(rows: Sequence[StageRow]) -> str:
     """Format the rows of a table of stages."""
-    head = ("stage", "operations", "parameters", "", "FLOPs", "", "values", "bytes kept")
+    head = ("stage", "operations", "parameters", "", "FLOPs", "", "bytes a set", "bytes kept")
     cells = [
         (r.name, f"{r.operations:,}", f"{r.weights:,}", f"{r.weight_share:.1%}", f"{r.flops:,}", f"{r.flop_share:.2%}",
-         f"{r.values}", f"{r.kept_bytes:,}")
+         f"{r.result_bytes:,}", f"{r.kept_bytes:,}")
         for r in rows
     ]  # fmt: skip
     widths = [max(len(row[i]) for row in (head, *cells)) for i in range(len(head))]

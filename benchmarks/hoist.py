@@ -1,0 +1,187 @@
+"""What hoisting finds in denoisers of published sizes, on the meta device, and what it costs in CPU time at a width of 1,024.
+
+python benchmarks/hoist.py [--json FILE] [--only NAME ...] [--turns N] [--no-times]
+
+`no step needs` is the share of parameters that only stages before the step read: once conditions and times are known, they may
+leave the device. Times are CPU time of one call over that of the same module not hoisted: the first call of a prompt, and one
+whose conditions and time are kept. Sizes are those of 1024 px, and of videos of 81 (Wan, 480p) and 161 frames (LTX).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import diffusers
+import torch
+from record import write
+
+import fxplug
+
+GIB, MIB = 2**30, 2**20
+TIMES, LATENTS = {"timestep", "t"}, {"hidden_states", "sample", "x"}
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+
+def single(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, device="meta")
+
+
+def flux_call() -> dict[str, Any]:
+    return {
+        "hidden_states": half(1, 4096, 64), "encoder_hidden_states": half(1, 512, 4096), "pooled_projections": half(1, 768),
+        "timestep": half(1), "img_ids": half(4096, 3), "txt_ids": half(512, 3), "guidance": single(1), "return_dict": False,
+    }  # fmt: skip
+
+
+def sd3_call() -> dict[str, Any]:
+    text = {"encoder_hidden_states": half(1, 333, 4096), "pooled_projections": half(1, 2048)}
+    return {"hidden_states": half(1, 16, 128, 128), **text, "timestep": single(1), "return_dict": False}
+
+
+def qwen_call() -> dict[str, Any]:
+    text = {"encoder_hidden_states": half(1, 256, 3584), "encoder_hidden_states_mask": None, "img_shapes": [[(1, 64, 64)]]}
+    return {"hidden_states": half(1, 4096, 64), **text, "timestep": half(1), "return_dict": False}
+
+
+def wan_call() -> dict[str, Any]:
+    text = {"encoder_hidden_states": half(1, 512, 4096)}
+    return {"hidden_states": half(1, 16, 21, 60, 104), **text, "timestep": single(1), "return_dict": False}
+
+
+def sdxl_call() -> dict[str, Any]:
+    text = {"encoder_hidden_states": half(2, 77, 2048)}
+    more = {"added_cond_kwargs": {"text_embeds": half(2, 1280), "time_ids": half(2, 6)}}
+    return {"sample": half(2, 4, 128, 128), "timestep": single(2), **text, **more, "return_dict": False}
+
+
+def masked_call(latents: tuple[int, ...], words: int, channels: int, **more: Any) -> dict[str, Any]:
+    text = {"encoder_hidden_states": half(2, words, channels), "encoder_attention_mask": half(2, words)}
+    return {"hidden_states": half(*latents), **text, "timestep": single(2), **more, "return_dict": False}
+
+
+def z_image_call() -> dict[str, Any]:
+    return {"x": [half(16, 1, 128, 128)], "t": single(1), "cap_feats": [half(100, 2560)], "return_dict": False}
+
+
+SD35 = {"caption_projection_dim": 2432, "pos_embed_max_size": 192, "qk_norm": "rms_norm"}
+SDXL = {
+    "sample_size": 128, "block_out_channels": (320, 640, 1280), "layers_per_block": 2, "attention_head_dim": [5, 10, 20],
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"), "cross_attention_dim": 2048,
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), "transformer_layers_per_block": [1, 2, 10],
+    "addition_embed_type": "text_time", "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816,
+    "use_linear_projection": True,
+}  # fmt: skip
+PIXART = {"caption_channels": 4096, "interpolation_scale": 2, "use_additional_conditions": False}
+Case = tuple[type, dict[str, Any], Callable[[], dict[str, Any]]]
+MODELS: dict[str, Case] = {
+    "pixart": (diffusers.PixArtTransformer2DModel, PIXART, lambda: masked_call((2, 4, 128, 128), 300, 4096)),
+    "sana": (diffusers.SanaTransformer2DModel, {}, lambda: masked_call((2, 32, 32, 32), 300, 2304)),
+    "sdxl": (diffusers.UNet2DConditionModel, SDXL, sdxl_call),
+    "ltx": (
+        diffusers.LTXVideoTransformer3DModel, {},
+        lambda: masked_call((2, 6930, 128), 128, 4096, num_frames=21, height=15, width=22),
+    ),
+    "z_image": (diffusers.ZImageTransformer2DModel, {}, z_image_call),
+    "flux": (diffusers.FluxTransformer2DModel, {"guidance_embeds": True}, flux_call),
+    "sd35_medium": (
+        diffusers.SD3Transformer2DModel,
+        {**SD35, "num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "pos_embed_max_size": 384,
+         "dual_attention_layers": tuple(range(13))}, sd3_call,
+    ),
+    "sd35_large": (diffusers.SD3Transformer2DModel, {**SD35, "num_layers": 38, "num_attention_heads": 38}, sd3_call),
+    "wan_1b": (
+        diffusers.WanTransformer3DModel, {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}, wan_call,
+    ),
+    "wan_14b": (diffusers.WanTransformer3DModel, {}, wan_call),
+    "qwen_image": (diffusers.QwenImageTransformer2DModel, {}, qwen_call),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="*", choices=list(MODELS))
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--no-times", action="store_true")
+    options = parser.parse_args()
+    results: dict[str, Any] = {} if options.no_times else {"times": measure_times(options.turns)}
+    results["rows"] = rows = {}
+    for name in MODELS if options.only is None else options.only:
+        rows[name] = measure_share(name)
+        if options.json:
+            write(options.json, results)
+
+
+def name_groups(gm: Any) -> dict[str, list[str]]:
+    """All inputs but latents and time are conditions."""
+    names = [str(node.target).lstrip("*") for node in gm.graph.nodes if node.op == "placeholder"]
+    return {"conditions": [n for n in names if n not in TIMES | LATENTS], "time": [n for n in names if n in TIMES]}
+
+
+def measure_share(name: str) -> dict[str, Any]:
+    """Trace and cut a model of published size."""
+    kind, config, call = MODELS[name]
+    began = time.process_time()
+    with torch.device("meta"):
+        model = kind(**config).to(torch.bfloat16).eval()
+        gm = fxplug.trace(model, kwargs=call(), check=False)
+    hoisted = fxplug.lower(gm, fuse=None, hoist=name_groups(gm))
+    rows = {row.name: row for row in hoisted.stages}
+    step = rows.pop("step")
+    total = sum(p.numel() for p in gm.parameters())
+    early = sum(row.weights for row in rows.values())
+    result = {
+        "parameters": total, "no step needs": early / total, "GiB in bf16": 2 * early / GIB,
+        "of time alone": rows["time"].weights / total if "time" in rows else 0.0,
+        "FLOPs hoisted": 1 - step.flop_share, "MiB kept": {key: row.result_bytes / MIB for key, row in rows.items()},
+        "CPU seconds": time.process_time() - began,
+    }  # fmt: skip
+    kept = ", ".join(f"{key} {size:.1f}" for key, size in result["MiB kept"].items())
+    shares = f"no step needs {result['no step needs']:.1%} ({result['GiB in bf16']:.1f} GiB)"
+    shares += f", of time alone {result['of time alone']:.1%}, FLOPs {result['FLOPs hoisted']:.2%}"
+    print(f"{name:12} {total / 1e9:6.2f} B, {shares}, MiB kept: {kept}", flush=True)
+    return result
+
+
+def measure_times(turns: int) -> dict[str, float]:
+    """CPU time at a width of 1,024: Flux with one block of each kind, 128 words and 256 patches."""
+    torch.manual_seed(0)
+    sizes = {"attention_head_dim": 128, "num_attention_heads": 8, "joint_attention_dim": 1024, "pooled_projection_dim": 768}
+    model = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True, **sizes).eval()
+
+    def call() -> dict[str, Any]:
+        return {
+            "hidden_states": torch.randn(1, 256, 64), "encoder_hidden_states": torch.randn(1, 128, 1024),
+            "pooled_projections": torch.randn(1, 768), "timestep": torch.rand(1), "guidance": torch.ones(1),
+            "img_ids": torch.zeros(256, 3), "txt_ids": torch.zeros(128, 3), "return_dict": False,
+        }  # fmt: skip
+
+    def spend(module: Any, inputs: dict[str, Any]) -> float:
+        began = time.process_time()
+        module(**inputs)
+        return time.process_time() - began
+
+    gm = fxplug.trace(model, kwargs=call()).eval()
+    hoisted = fxplug.lower(gm, fuse=None, hoist=name_groups(gm))
+    rows = []
+    with torch.no_grad():
+        for turn in range(turns + 2):
+            inputs = call()
+            plain, first, kept = spend(gm, inputs), spend(hoisted, inputs), spend(hoisted, inputs)
+            again = spend(gm, inputs)
+            rows += [(2 * first / (plain + again), 2 * kept / (plain + again))] if turn > 1 else []
+    found = {"first call of a prompt": median(row[0] for row in rows), "once kept": median(row[1] for row in rows)}
+    print(*(f"{key}: {value:.3f} of the plain call" for key, value in found.items()), sep="\n", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()

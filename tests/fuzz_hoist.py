@@ -1,0 +1,209 @@
+"""Calls of hoisted denoisers between random changes: each is equal, to the bit, to that of the same module not hoisted.
+
+`fuzz_hoist(cases, seed)` makes so many calls and returns a row for each miss; `python tests/fuzz.py hoist --cases N`.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import tiny_pipelines
+import torch
+
+import fxplug
+from fxplug.core.ir.containers import list_leaves, map_leaves
+from fxplug.core.ir.traced_module import TracedModule
+from fxplug.lowerings.hoist.hoisted import Hoisted
+from fxplug.lowerings.hoist.sameness import have_same_bits
+
+CALLS = 25  # of one subject in its turn
+FAMILIES = tuple(name for name in tiny_pipelines.CALLS if name != "wan22")
+TIMES, LATENTS = {"timestep", "t"}, {"hidden_states", "sample", "x"}
+TIME_VALUES = (999.0, 500.0, 0.5, 1.0)
+
+
+@cache
+def record_call(name: str) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
+    """The denoiser of a tiny pipeline, and the first call that it gets."""
+    pipe = tiny_pipelines.make(name)
+    model = pipe.unet if getattr(pipe, "unet", None) is not None else pipe.transformer
+    calls: list[Any] = []
+    hook = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, dict(kwargs))), with_kwargs=True)
+    tiny_pipelines.draw(pipe, name, steps=1)
+    hook.remove()
+    args, kwargs = calls[0]
+    return model, kwargs, args
+
+
+def list_groups(gm: TracedModule) -> dict[str, list[str]]:
+    """Groups by names, as users write them."""
+    names = [str(node.target).lstrip("*") for node in gm.graph.nodes if node.op == "placeholder"]
+    return {
+        "conditions": [name for name in names if name not in TIMES | LATENTS],
+        "time": [name for name in names if name in TIMES],
+    }
+
+
+@cache
+def trace_family(name: str) -> TracedModule:
+    model, kwargs, args = record_call(name)
+    return fxplug.trace(model, args, kwargs).eval()
+
+
+def make_slotted(name: str) -> TracedModule:
+    """A traced denoiser with two adapters in its slots, on weights and slots of its own."""
+    gm = fxplug.apply(trace_family(name), fxplug.load_pass("lora", at="**", rank=2, slots=2))
+    gm = copy.deepcopy(gm)
+    for number, adapter in enumerate(("ink", "film")):
+        gm.adapters.load(adapter, make_adapter(gm, number))
+    return gm.eval()
+
+
+def make_adapter(gm: TracedModule, seed: int) -> dict[str, torch.Tensor]:
+    """An adapter for some layers of a module, in PEFT's layout."""
+    gen, rng, found = torch.Generator().manual_seed(seed), random.Random(seed), {}
+    for path, layer in gm.named_modules():
+        weight = getattr(layer, "weight", None)
+        if isinstance(layer, torch.nn.Linear) and not path.startswith("lora") and rng.random() < 0.7:
+            found[f"{path}.lora_A.weight"] = torch.randn(2, weight.shape[1], generator=gen) * 0.3
+            found[f"{path}.lora_B.weight"] = torch.randn(weight.shape[0], 2, generator=gen) * 0.3
+    return found
+
+
+def is_same(ours: Any, theirs: Any) -> bool:
+    """Whether two results are equal to the bit, tensor by tensor."""
+    a, b = ([leaf for leaf in list_leaves(value) if isinstance(leaf, torch.Tensor)] for value in (ours, theirs))
+    return [t.shape for t in a] == [t.shape for t in b] and all(have_same_bits([pair]) for pair in zip(a, b, strict=True))
+
+
+class Subject:
+    """One denoiser, plain and hoisted on the same weights, and what its next call is made with."""
+
+    def __init__(self, name: str, seed: int, make: Callable[[str], TracedModule] = make_slotted, **options: Any) -> None:
+        self.rng, self.gen = random.Random(seed), torch.Generator().manual_seed(seed)
+        gm = make(name)
+        self.groups = list_groups(gm)
+        self.hoisted = fxplug.lower(gm, hoist=self.groups, **options)
+        self.plain = self.hoisted.module
+        _, kwargs, args = record_call(name)
+        signature = self.hoisted._signature.bind(*args, **kwargs)
+        self.inputs = dict(signature.arguments)
+        self.prompts = [self.draw_conditions() for _ in range(2)]
+        self.changes = [getattr(self, name) for name in dir(type(self)) if name.startswith("change_")]
+        self.choices = [None, "ink", "film", {"ink": 0.8, "film": 0.3}, {"film": -1.0}]
+
+    def draw(self, value: Any) -> Any:
+        """The same kind of input with other numbers; masks and whole numbers stay."""
+
+        def new(tensor: torch.Tensor, _: Any) -> torch.Tensor:
+            if not tensor.is_floating_point():
+                return tensor.clone()
+            return torch.randn(tensor.shape, generator=self.gen).to(tensor.dtype)
+
+        return map_leaves(value, new)
+
+    def draw_conditions(self) -> dict[str, Any]:
+        return {name: self.draw(self.inputs[name]) for name in self.groups["conditions"] if name in self.inputs}
+
+    # --- what may happen between two calls
+
+    def change_time(self) -> None:
+        time = self.rng.choice(TIME_VALUES)
+        for name in self.groups["time"]:
+            self.inputs[name] = map_leaves(self.inputs[name], lambda t, _: torch.full(t.shape, time).to(t.dtype))
+
+    def change_prompt(self) -> None:
+        self.inputs.update(self.rng.choice(self.prompts))
+
+    def change_new_prompt(self) -> None:
+        self.prompts[self.rng.randrange(2)] = new = self.draw_conditions()
+        self.inputs.update(new)
+
+    def change_prompt_in_place(self) -> None:
+        """Writes into the caller's own tensor, also where torch does not count it, as numpy's and other libraries' writes."""
+        name = self.rng.choice(self.groups["conditions"])
+        for tensor in list_leaves(self.inputs.get(name)):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                self.rng.choice([tensor, tensor.data]).mul_(self.rng.choice([1.5, -1.0, 0.0]))
+
+    def change_adapter(self) -> None:
+        self.hoisted.adapters.use(self.rng.choice(self.choices))
+
+    def change_slot(self) -> None:
+        self.hoisted.adapters.load("ink", make_adapter(self.plain, self.rng.randrange(4)), replace=True)
+
+    def change_weight(self) -> None:
+        weight = self.rng.choice([p for p in self.plain.parameters() if p.is_floating_point()])
+        with torch.no_grad():
+            weight.add_(self.rng.choice([0.01, -0.01]))
+
+    def change_parameter(self) -> None:
+        """Puts another Parameter into the place of one."""
+        layers = [m for m in self.plain.modules() if isinstance(m, torch.nn.Linear) and m.bias is not None]
+        layer = self.rng.choice(layers)
+        layer.bias = torch.nn.Parameter(layer.bias.detach() + 0.01, requires_grad=False)
+
+    def change_state(self) -> None:
+        state = {key: value.clone() for key, value in self.plain.state_dict().items()}
+        key = self.rng.choice([key for key, value in state.items() if value.is_floating_point() and "gates" not in key])
+        state[key].mul_(1.01)
+        self.hoisted.load_state_dict(state)
+
+    def change_setting(self) -> None:
+        layers = [m for m in self.plain.modules() if isinstance(m, torch.nn.LayerNorm)]
+        if layers:
+            self.rng.choice(layers).eps = self.rng.choice([1e-6, 1e-2])
+
+    def change_limits(self) -> None:
+        self.hoisted.limit(conditions=self.rng.choice([1, 2, 8]), times=self.rng.choice([1, 8]))
+
+    def change_nothing(self) -> None:
+        pass
+
+    # --- a call
+
+    def call(self) -> bool:
+        """Whether one step after a change or two is equal to the plain one."""
+        for _ in range(self.rng.choice([0, 1, 1, 2])):
+            self.last = self.rng.choice(self.changes)
+            self.last()
+        for name in self.inputs:
+            if name in LATENTS:
+                self.inputs[name] = self.draw(self.inputs[name])
+        with torch.no_grad():
+            if self.rng.random() < 0.2:
+                with self.hoisted.adapters.using(self.rng.choice(["ink", "film"])):
+                    return self.compare()
+            return self.compare()
+
+    def compare(self) -> bool:
+        ours = self.hoisted(**self.inputs)
+        first = map_leaves(ours, lambda tensor, _: tensor.clone())
+        for tensor in list_leaves(ours):
+            if isinstance(tensor, torch.Tensor):
+                tensor.zero_()  # a result is the caller's, who may write it
+        return is_same(first, self.plain(**self.inputs))
+
+
+def fuzz_hoist(cases: int, seed: int) -> list[str]:
+    """So many calls, of families in turn."""
+    misses = []
+    for start in range(0, cases, CALLS):
+        number = seed + start
+        name = FAMILIES[number // CALLS % len(FAMILIES)] if cases > 1 else FAMILIES[number % len(FAMILIES)]
+        subject = Subject(name, number, fuse=random.Random(number).choice(["auto", None]))
+        for turn in range(min(CALLS, cases - start)):
+            if not subject.call():
+                misses.append(f"{name}, seed {number}, call {turn}: another result, after {subject.last.__name__}")
+                break
+    return misses
+
+
+def count_kept(hoisted: Hoisted) -> int:
+    """How often a stage was taken from what was kept."""
+    steps = hoisted.counts["step"]
+    return sum(steps - count for name, count in hoisted.counts.items() if name != "step")
