@@ -22,7 +22,8 @@ from fxplug.pipelines.observation import observe
 from fxplug.training.adapter_output import prove_adapter
 from fxplug.training.random_draws import Draws, RunDraws
 from fxplug.training.tasks.pipeline_conditions import MemoryStore, as_pictures
-from fxplug.training.tasks.pipeline_denoise import PipelineDenoise, check_options
+from fxplug.training.tasks.pipeline_denoise import PipelineDenoise
+from fxplug.training.tasks.pipeline_options import check_options
 from fxplug.training.tasks.task import TaskInfo
 from fxplug.training.train_section import Use
 

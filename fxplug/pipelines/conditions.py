@@ -20,12 +20,14 @@ Call = dict[str, Any]
 Path = tuple[Any, ...]
 
 
-def encode_condition(pipe: Any, observation: Observation, **arguments: Any) -> Call:
+def encode_condition(pipe: Any, observation: Observation, seed: int | None = None, /, **arguments: Any) -> Call:
     """Return the arguments of the denoiser's first call, by name, when the pipeline is called with other arguments.
 
     Args:
         pipe: The pipeline.
-        observation: What it does around its denoiser.
+        observation: What it does around its denoiser, whose first call may be behind those of another one.
+        seed: What torch's random numbers begin with, such as those of dropout in a text encoder that trains, and then gradients
+            reach the parameters of that; None is without gradients.
         **arguments: What differs from the observed call: a prompt, a picture.
 
     Returns:
@@ -34,10 +36,14 @@ def encode_condition(pipe: Any, observation: Observation, **arguments: Any) -> C
     Raises:
         SpecError: The pipeline does not take the arguments.
     """
-    run = call_pipeline(pipe, {**observation.call, **arguments}, first_call=observation.part)
-    if not run.steps:
+    options: dict[str, Any] = {} if seed is None else {"seed": seed, "gradients": True}
+    if observation.others:  # which are called first: once, whatever the number of steps
+        options |= {"results": {}, "denoisers": frozenset(observation.others)}
+    run = call_pipeline(pipe, {**observation.call, **arguments}, first_call=observation.part, **options)
+    name, given, _ = run.steps[-1].calls[-1] if run.steps and run.steps[-1].calls else ("", {}, None)
+    if name != observation.part:
         raise SpecError(f"this call of {type(pipe).__name__} does not call {observation.part}", path=("model", "part"))
-    return run.steps[0].calls[-1][1]
+    return given
 
 
 @dataclass(frozen=True)

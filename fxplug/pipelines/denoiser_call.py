@@ -82,10 +82,11 @@ class DenoiserCall:
     def _refuse(self, what: str, why: str) -> None:
         raise SpecError(f"{what} of {type(self.pipe).__name__}: {why}", path=("model", "pipeline"))
 
-    def encode(self, **arguments: Any) -> SampleCondition:
+    def encode(self, seed: int | None = None, /, **arguments: Any) -> SampleCondition:
         """Return the condition of one sample, by a call of the pipeline as far as its denoiser.
 
         Args:
+            seed: As in `encode_condition`: with it gradients reach a text encoder that trains.
             **arguments: What differs from the observed call: a prompt, a picture.
 
         Returns:
@@ -94,7 +95,7 @@ class DenoiserCall:
         Raises:
             SpecError: The pipeline does not take the arguments, or calls the denoiser in another form.
         """
-        call = dict(encode_condition(self.pipe, self.observation, **arguments))
+        call = dict(encode_condition(self.pipe, self.observation, seed, **arguments))
         noisy, part = call.pop(self.observation.noisy, None), self.observation.part
         call.pop(self.observation.time, None)
         own = None

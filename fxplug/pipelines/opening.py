@@ -200,6 +200,11 @@ def call_parameters(pipe: Any) -> dict[str, bool]:
     return {each.name: each.default is each.empty for each in named}
 
 
+def list_loaded_parts(pipe: Any) -> tuple[str, ...]:
+    """Return the names of the models whose layers a pipeline's `load_lora_weights` reads; none where it has no such method."""
+    return tuple(getattr(pipe, "_lora_loadable_modules", ())) if hasattr(pipe, "load_lora_weights") else ()
+
+
 def _blocks_of(block: Any) -> Iterator[Any]:
     yield block
     for each in getattr(block, "sub_blocks", {}).values():

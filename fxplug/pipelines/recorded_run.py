@@ -83,6 +83,7 @@ def record_run(
     denoisers: frozenset[str] = frozenset(),
     results: dict[str, Any] | None = None,
     first_call: str | None = None,
+    gradients: bool = False,
 ) -> PipelineRun:
     """Call a pipeline, as far as the VAE, and record it. The pipeline is left as it was.
 
@@ -101,6 +102,8 @@ def record_run(
         results: Results by the form of arguments, which is filled: what is in `denoisers` is not run again for arguments of the
             same form, and without these no model after the first step. None runs each call.
         first_call: Stop at the first call of this model, whose result is then None.
+        gradients: Whether gradients reach the parameters of models that the pipeline calls: its `__call__` without the
+            decorator that switches them off. What methods of its own switch off stays so.
 
     Returns:
         What was seen.
@@ -212,8 +215,9 @@ def record_run(
                 stack.enter_context(_pretend_float32(module))
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(seed)
-        with hide_warnings(), torch.no_grad(), contextlib.suppress(EndOfRecording):
-            pipe(**{**call, **({"num_inference_steps": steps} if "num_inference_steps" in call_parameters(pipe) else {})})
+        run_call = functools.partial(inspect.unwrap(type(pipe).__call__), pipe) if gradients else pipe
+        with hide_warnings(), torch.set_grad_enabled(gradients), contextlib.suppress(EndOfRecording):
+            run_call(**{**call, **({"num_inference_steps": steps} if "num_inference_steps" in call_parameters(pipe) else {})})
     return run
 
 

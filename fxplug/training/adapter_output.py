@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,14 @@ def has_adapter(task: Task, config: Config, module: TracedModule) -> bool:
 def check_adapter(module: TracedModule, task: Task) -> None:
     """Warn, before the training starts, of trainable parameters that `adapter/` cannot hold: a layer of the base, an encoder;
     and of a pipeline that does not load it."""
-    if isinstance(task, PipelineDenoise) and (network := find_network(module)) is not None:
+    if isinstance(task, PipelineDenoise) and not task.beside and (network := find_network(module)) is not None:
         try:
             make_network_model(module, network, task)
         except ArtifactError as error:
             warnings.warn(f"adapter/ is not written, module/ has all that trains: {error}", stacklevel=3)
         return
     parts = trained_parts(module, task)
-    where = "module/ has" if ENCODER not in parts else "module/ and text/ have"
+    where = "module/ and text/ have" if any(part.startswith(ENCODER) for part in parts) else "module/ has"
     try:
         _check_encoder(module, task)
         for part, one in parts.items():
@@ -54,18 +55,31 @@ def check_adapter(module: TracedModule, task: Task) -> None:
     except FxplugError as error:
         warnings.warn(f"adapter/ is not written, {where} all that trains: {error}", stacklevel=3)
         return
-    if isinstance(task, PipelineDenoise) and (lacking := _explain_missing_loader(task)):
-        warnings.warn(lacking, stacklevel=3)
+    if isinstance(task, PipelineDenoise):
+        for part in parts:
+            if lacking := _explain_missing_loader(task, part):
+                warnings.warn(lacking, stacklevel=3)
 
 
 def trained_parts(module: TracedModule, task: Task) -> dict[str, TracedModule]:
-    """Return the models that a run trains, by their names in a pipeline: the module, unless only the text encoder has passes,
-    and a text encoder with passes."""
+    """Return the models that a run trains, by their names in a pipeline: the module, unless only text encoders have passes,
+    and the models beside it."""
     found = {task.part if isinstance(task, PipelineDenoise) else find_part(module.classes): module}
-    if task.encoder is None or task.encoder.traced is None:
-        return found
-    changed = module.meta.get("passes") or module.meta.get(TRAINED)
-    return {**(found if changed else {}), ENCODER: task.encoder.traced}
+    others = {name: part.module for name, part in task.beside.items()}
+    if task.encoder is not None and task.encoder.traced is not None:
+        others[ENCODER] = task.encoder.traced
+    changed = module.meta.get("passes") or module.meta.get(TRAINED) or not others
+    return {**(found if changed else {}), **others}
+
+
+def list_adapters(module: TracedModule, task: Task, folder: Path) -> dict[Path, dict[str, TracedModule]]:
+    """List the folders in which adapters are, `folder` or one in it for each of several denoisers, with the models of each."""
+    parts = trained_parts(module, task)
+    denoisers = [name for name, part in task.beside.items() if not part.encodes]
+    if not denoisers:
+        return {folder: parts}
+    first = {name: one for name, one in parts.items() if name not in denoisers}
+    return {folder / task.part: first, **{folder / name: {name: parts[name]} for name in denoisers}}
 
 
 def write_adapter(module: TracedModule, task: Task, out: Path, pipeline: str) -> str:
@@ -81,43 +95,50 @@ def write_adapter(module: TracedModule, task: Task, out: Path, pipeline: str) ->
         The lines of Python that use the result in a pipeline, from that file or the models themselves. A file that cannot be
         written is a warning.
     """
-    parts = trained_parts(module, task)
+    parts, folders = trained_parts(module, task), list_adapters(module, task, out / "adapter")
     lines = ["from diffusers import DiffusionPipeline", f"pipe = DiffusionPipeline.from_pretrained({pipeline})"]
-    if isinstance(task, PipelineDenoise) and (network := find_network(module)) is not None:
+    if isinstance(task, PipelineDenoise) and not task.beside and (network := find_network(module)) is not None:
         try:
             make_network_model(module, network, task).save_pretrained(out / "adapter")
         except (FxplugError, OSError) as error:
             if isinstance(error, OSError):
                 warnings.warn(f"{out / 'adapter'} cannot be written: {error}", stacklevel=2)
-            return "\n".join(["import fxplug", *lines, _load_module(task, out)])
+            return "\n".join(["import fxplug", *lines, _set_model(out, task, task.part)])
         lines[0] = f"from diffusers import AutoPipelineForText2Image, {KIND}, DiffusionPipeline"
         loading = f"{KIND}.from_pretrained({str(out / 'adapter')!r})"
         return "\n".join([*lines, f"pipe = AutoPipelineForText2Image.from_pipe(pipe, controlnet={loading})"])
     try:
         _check_encoder(module, task)
-        (out / "adapter").mkdir(exist_ok=True)
-        save_parts(parts, out / "adapter" / FILE)
+        for folder, models in folders.items():
+            folder.mkdir(exist_ok=True, parents=True)
+            save_parts(models, folder / FILE)
     except (FxplugError, OSError) as error:  # such as a pass that no adapter file of diffusers has a form for
         if isinstance(error, OSError):
             warnings.warn(f"{out / 'adapter'} cannot be written: {error}", stacklevel=2)
-        elif (out / "adapter").is_dir() and not any((out / "adapter").iterdir()):
-            (out / "adapter").rmdir()
-        if isinstance(task, PipelineDenoise):
-            return "\n".join(["import fxplug", *lines, _load_module(task, out)])
-        kept = {part: out / "text" / ENCODER if part == ENCODER else out / "module" for part in parts}
-        return "\n".join(["import fxplug", *lines, *(f"pipe.{part} = fxplug.load({str(kept[part])!r})" for part in parts)])
-    loading = f"pipe.load_lora_weights({str(out / 'adapter')!r})"
-    if isinstance(task, PipelineDenoise) and not _loads_itself(task):
-        if not _loads_in_part(task):
-            return "\n".join(["import fxplug", *lines, _load_module(task, out)])
-        loading = f"pipe.{task.part}.load_lora_adapter({str(out / 'adapter')!r}, prefix={task.part!r})"
-    return "\n".join([*lines, loading])
+        for folder in (*folders, out / "adapter"):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+        return "\n".join(["import fxplug", *lines, *(_set_model(out, task, part) for part in parts)])
+    for folder, models in folders.items():
+        part = next(iter(models))
+        if not isinstance(task, PipelineDenoise) or _loads_itself(task, part):
+            lines.append(f"pipe.load_lora_weights({str(folder)!r})")
+        elif _loads_in_part(task, part):
+            lines.append(f"pipe.{part}.load_lora_adapter({str(folder)!r}, prefix={part!r})")
+        else:
+            lines = [*(["import fxplug"] if "import fxplug" not in lines else []), *lines, _set_model(out, task, part)]
+    return "\n".join(lines)
 
 
-def _load_module(task: PipelineDenoise, out: Path) -> str:
-    """Return the line of Python that puts the saved module in its pipeline, with the pictures that its passes take."""
-    bound = ", ".join(f"{name}=picture" for name in task.added.names)  # float [1, c, h, w] in [0, 1]
-    return f"pipe.{task.part} = fxplug.load({str(out / 'module')!r})" + (f".bind({bound})" if bound else "")
+def _set_model(out: Path, task: Task, part: str) -> str:
+    """Return the line of Python that puts a trained model into its pipeline, with the pictures that its passes take."""
+    encodes = part == ENCODER if task.encoder is not None else part in task.beside and task.beside[part].encodes
+    folder = out / "text" / part if encodes else out / "module"
+    if not encodes and any(not other.encodes for other in task.beside.values()):
+        folder /= part
+    names = task.added.names if isinstance(task, PipelineDenoise) and not encodes else ()
+    bound = ", ".join(f"{name}=picture" for name in names)  # float [1, c, h, w] in [0, 1]
+    return f"pipe.{part} = fxplug.load({str(folder)!r})" + (f".bind({bound})" if bound else "")
 
 
 def prove_adapter(trainer: Trainer, task: PipelineDenoise, folder: Path) -> None:
@@ -128,8 +149,12 @@ def prove_adapter(trainer: Trainer, task: PipelineDenoise, folder: Path) -> None
         task: Its task, whose pipeline is as before afterwards.
         folder: The folder `adapter/`.
     """
-    network = find_network(trainer.module)
-    if trainer.sharded is not None or not (network or _loads_itself(task) or _loads_in_part(task)):
+    network, folders = find_network(trainer.module) if not task.beside else None, {folder: [task.part]}
+    if network is None:
+        folders = {path: [*models] for path, models in list_adapters(trainer.module, task, folder).items()}
+        if any(_explain_missing_loader(task, part[0], True) for part in folders.values()):
+            return
+    if trainer.sharded is not None:
         return
     what = "adapter/ in the stock pipeline"
     if task.added.names and (network is None or network.guess_mode):
@@ -142,7 +167,7 @@ def prove_adapter(trainer: Trainer, task: PipelineDenoise, folder: Path) -> None
         if network is not None:
             stock = _drawn_by_network(task, folder, {**call, "image": next(iter(added.values()))}, seed)
         else:
-            stock = _drawn_with(task, folder, call, seed)
+            stock = _drawn_with(task, folders, call, seed)
     except Exception as error:  # of the pipeline's loader, PEFT, or a device without memory for both
         trainer.watch.note(f"{what}: could not be compared: {type(error).__name__}: {get_first_line(error)}")
         return
@@ -164,43 +189,52 @@ def _drawn_by_network(task: PipelineDenoise, folder: Path, call: dict[str, Any],
     return task.sampler.stock(call, steps=task.sample_steps, seed=seed, pipe=pipe)
 
 
-def _drawn_with(task: PipelineDenoise, folder: Path, call: dict[str, Any], seed: int) -> Tensor:
-    """Return the sample that the stock pipeline draws with the adapter of a folder; the pipeline is without it afterwards."""
-    pipe, part = task.pipe, get_components(task.pipe)[task.part]
-    before = {name: p.requires_grad for name, p in part.named_parameters()}
+def _drawn_with(task: PipelineDenoise, folders: Mapping[Path, list[str]], call: dict[str, Any], seed: int) -> Tensor:
+    """Return the sample that the stock pipeline draws with the adapters of folders, of these parts; the pipeline is without
+    them afterwards."""
+    pipe, found = task.pipe, get_components(task.pipe)
+    parts = {name: found[name] for names in folders.values() for name in names}
+    before = {name: {key: p.requires_grad for key, p in part.named_parameters()} for name, part in parts.items()}
     try:
         with hide_warnings():
-            if _loads_itself(task):
-                pipe.load_lora_weights(str(folder), weight_name=FILE)
-            else:
-                part.load_lora_adapter(str(folder), prefix=task.part, weight_name=FILE)
+            for folder, (part, *_) in folders.items():
+                if _loads_itself(task, part):
+                    pipe.load_lora_weights(str(folder), weight_name=FILE)
+                else:
+                    parts[part].load_lora_adapter(str(folder), prefix=part, weight_name=FILE)
         return task.sampler.stock(call, steps=task.sample_steps, seed=seed)
     finally:
-        if getattr(part, "peft_config", None):
-            part.unload_lora()
-        for name, parameter in part.named_parameters():
-            parameter.requires_grad_(before.get(name, parameter.requires_grad))
+        if any(task.beside[name].encodes for name in parts if name in task.beside):
+            pipe.unload_lora_weights()  # which knows the layers of text encoders
+        for name, part in parts.items():
+            if getattr(part, "peft_config", None) and hasattr(part, "unload_lora"):
+                part.unload_lora()
+            for key, parameter in part.named_parameters():
+                parameter.requires_grad_(before[name].get(key, parameter.requires_grad))
 
 
-def _loads_itself(task: PipelineDenoise) -> bool:
-    """Return whether the pipeline loads layers of the trained part by itself."""
-    return hasattr(task.pipe, "load_lora_weights") and task.part in DENOISERS
+def _loads_itself(task: PipelineDenoise, part: str) -> bool:
+    """Return whether the pipeline loads layers of a trained part by itself."""
+    encodes = part in task.beside and task.beside[part].encodes
+    return hasattr(task.pipe, "load_lora_weights") and (part in DENOISERS or encodes)
 
 
-def _loads_in_part(task: PipelineDenoise) -> bool:
-    return hasattr(get_components(task.pipe)[task.part], "load_lora_adapter")
+def _loads_in_part(task: PipelineDenoise, part: str) -> bool:
+    return hasattr(get_components(task.pipe)[part], "load_lora_adapter")
 
 
-def _explain_missing_loader(task: PipelineDenoise) -> str:
-    """Return what is to be said of a pipeline that does not load the adapter by itself; "" if it does."""
-    if _loads_itself(task):
+def _explain_missing_loader(task: PipelineDenoise, part: str, both: bool = False) -> str:
+    """Return what is to be said of a pipeline that does not load the adapter by itself; "" if it does, or with `both` where the
+    part loads it."""
+    if _loads_itself(task, part) or (both and _loads_in_part(task, part)):
         return ""
     why = f"{type(task.pipe).__name__} has no load_lora_weights"
     if hasattr(task.pipe, "load_lora_weights"):
-        why = f"load_lora_weights of {type(task.pipe).__name__} does not read layers of '{task.part}'"
-    if _loads_in_part(task):
-        return f"{why}: pipe.{task.part}.load_lora_adapter(FOLDER, prefix='{task.part}') loads adapter/"
-    return f"{why}, nor has its {task.part} load_lora_adapter: fxplug.load reads module/"
+        why = f"load_lora_weights of {type(task.pipe).__name__} does not read layers of '{part}'"
+    if _loads_in_part(task, part):
+        folder = f"adapter/{part}/" if any(not other.encodes for other in task.beside.values()) else "adapter/"
+        return f"{why}: pipe.{part}.load_lora_adapter(FOLDER, prefix='{part}') loads {folder}"
+    return f"{why}, nor has its {part} load_lora_adapter: fxplug.load reads module/"
 
 
 def _check_encoder(module: TracedModule, task: Task) -> None:

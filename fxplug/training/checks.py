@@ -47,7 +47,11 @@ def choose_precision(
 
 
 def check_used(settings: Train, out: Path | None, tests: Any) -> None:
-    """Raise SpecError for a setting that would have no effect, TrainError for a folder that cannot be written to."""
+    """Raise SpecError for a setting that would have no effect, TrainError for a folder that cannot be written to, and for tests
+    that are to be compared and do not take place."""
+    for key in ("patience", "best"):
+        if getattr(settings.test, key) and not (tests and settings.test.every):
+            raise TrainError(f"test.{key} compares tests: set test.every, and the test data ('test' in the section data)")
     if out is not None:
         check_folder(out, TrainError)
     if settings.test.every and tests is None:

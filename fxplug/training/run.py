@@ -15,7 +15,7 @@ from torch import nn
 
 from ..config.flow import Step, rewrite, save_run_record
 from ..config.run_config import Config, load_config, resolve
-from ..core.errors import FxplugError, SpecError, TrainError, format_fields
+from ..core.errors import FxplugError, SpecError, TrainError, format_fields, prefix_path
 from ..core.ir.traced_module import TracedModule
 from ..core.reading import report_errors
 from ..pipelines.pipeline_model import list_denoisers
@@ -32,7 +32,8 @@ from .plugins import Plugins, load_plugins
 from .random_draws import mix
 from .run_folder import RunFolder
 from .shared_samples import share
-from .tasks.pipeline_denoise import PipelineDenoise, check_options, make_pipeline_task
+from .tasks.pipeline_denoise import PipelineDenoise
+from .tasks.pipeline_options import check_options
 from .tasks.task import Task, make_task
 from .train_section import Data
 from .trainer import Trainer
@@ -105,6 +106,9 @@ def train(
         piped = config.model.kind == "pipeline" and config.train.task.name == "denoise"
         if piped:
             check_options(config.train.task)
+        elif isinstance(config.model.part, list) and len(config.model.part) > 1:
+            finding = f"names {', '.join(config.model.part)}, and only the task denoise trains several: name one"
+            raise SpecError(finding, path=("model", "part"))
         task: Task | None = None if piped else make_task(config.train.task)
         plugins = load_plugins(config.train.plugins, base=config.base, on_error=config.train.on_plugin_error)
         rank, world = share(accelerator, config.train)
@@ -118,11 +122,14 @@ def train(
             test = Loader(open_items(tests, config.base, test=True), tests, train=False, **common)
         checked = config.verify and accelerator.is_main_process
         result = rewrite(config, verify=checked, progress=progress, compile=False)
-        save_run_record(result)
+        for one in result.by_part.values():
+            save_run_record(one)
         if task is None:
-            pipe, model = result.pipeline, config.model
-            caches = {"store": _open_store(config, pipe), "latents": functools.partial(_open_cache, config, LATENTS)}
-            task = make_pipeline_task(pipe, model.arguments, model.part, config.train.task, **caches)
+            pipe, arguments = result.pipeline, config.model.arguments
+            others: dict[str, Any] = {"beside": {name: one.module for name, one in result.beside.items()}}
+            others |= {"store": _open_store(config, pipe), "latents": functools.partial(_open_cache, config, LATENTS)}
+            with prefix_path("train", "task", "denoise"):
+                task = PipelineDenoise(pipe, arguments, result.part, **others, **config.train.task.options)
         trainer = Trainer(
             result.module,
             task,

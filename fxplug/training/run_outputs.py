@@ -191,24 +191,38 @@ class RunOutputs:
             fill(dict(self.module.named_buffers()), self.state.buffers)
         for name, dtype in self.dtypes.items():  # so that the module is of one dtype again, and can be called
             named[name].data = named[name].data.to(dtype)
-        self.module.eval()
+        for module in (self.module, *(part.module for part in self.task.beside.values())):
+            module.eval()
         return dict(averages)
 
     def _write_modules(self, averages: dict[str, Any]) -> None:
         if self.out is None or not self.first:
             return
         named = {**self.state.trained, **dict(self.module.named_parameters())}
+        self._write("module", "text", "trained module")
+        if averages:
+            with fill_within(named, averages):
+                self._write("ema", "text_ema", "module with averaged weights")
+
+    def _write(self, name: str, text: str, what: str) -> None:
+        """Save the trained models below the folder of the run: the module in `name`, or in a folder of its own in it where
+        another denoiser trains beside it, and text encoders in `text`. Errors say `what` could not be written."""
+        assert self.out is not None
         encoder = self.task.encoder if self.task.trains else None
-        with self.folder.reported("trained module"):
-            save(self.module, self.out / "module", config=self.config)
+        for path, module in self.list_saved(name, text).items():
+            with self.folder.reported(what if path.is_relative_to(self.out / name) else "trained text encoder"):
+                save(module, path, config=self.config)
         if encoder is not None:
             with self.folder.reported("trained text encoder"):
-                encoder.save(self.out / "text")
-        if averages:
-            with fill_within(named, averages), self.folder.reported("module with averaged weights"):
-                save(self.module, self.out / "ema", config=self.config)
-                if encoder is not None:
-                    encoder.save(self.out / "text_ema")
+                encoder.save(self.out / text)
+
+    def list_saved(self, name: str, text: str) -> dict[Path, TracedModule]:
+        """List the folders of trained models, of which the module's is in `name`, and those of text encoders in `text`."""
+        assert self.out is not None
+        denoisers = {each: part.module for each, part in self.task.beside.items() if not part.encodes}
+        own = {self.out / name / self.task.part: self.module} if denoisers else {self.out / name: self.module}
+        encoders = {self.out / text / each: part.module for each, part in self.task.beside.items() if part.encodes}
+        return {**own, **{self.out / name / each: module for each, module in denoisers.items()}, **encoders}
 
     def rescue(self, error: BaseException, whole: bool) -> None:
         """Save a checkpoint of the last complete step, and the module, after an error that ends a run.

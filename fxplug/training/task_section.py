@@ -105,7 +105,11 @@ class DenoiseOptions(Section):
         None, "what the model predicts; null: as the scheduler says", "v_prediction"
     )
     vae: Named = declare(None, "a model as `model` has it; null: the model works on pixels", "sd15/vae")
-    text: Named = declare(None, "a function of captions by import path, or a folder with a text encoder", "sd15")
+    text: Named = declare(
+        None,
+        "a function of captions by import path, or a folder with a text encoder; on a pipeline its text encoders that train",
+        "sd15",
+    )
     dropout: float = declare(0.0, "the share of samples trained without caption or label", 0.1, ge=0, lt=1)
     null_label: int | None = declare(
         None, "the label that means none; null: the last row of the model's embedding", 1000, ge=0
@@ -150,6 +154,14 @@ class TextOptions(Section):
     dtype: Dtype | None = declare(None, "what its weights are converted to; null leaves them", "bfloat16")
     trainable: list[Text] = declare([], "patterns of its parameters that train", ["embeddings"])
     passes: list[Any] | None = declare(None, "passes that train in it, as the `passes` of a configuration", ["lora"])
+    lr: float | None = declare(None, "the learning rate of what trains; null is that of the section train", 1e-5, ge=0)
+    weight_decay: float | None = declare(None, "its weight decay; null is that of the section train", 0.01, ge=0)
+
+
+class PipelineTextOptions(Section):
+    """Options of a text encoder of a pipeline that trains beside its denoiser."""
+
+    passes: list[Any] = declare(..., "passes that train in it, as the `passes` of a configuration", ["lora"])
     lr: float | None = declare(None, "the learning rate of what trains; null is that of the section train", 1e-5, ge=0)
     weight_decay: float | None = declare(None, "its weight decay; null is that of the section train", 0.01, ge=0)
 

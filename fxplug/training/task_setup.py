@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from torch import nn
 
 from ..config.run_config import check_settings, read_passes
 from ..core.errors import FxplugError, SpecError, prefix_path
 from ..core.ir.traced_module import TracedModule
 from ..core.rewriter.applying import apply
 from ..core.rewriter.matcher import find
+from .distributed import prepare, set_mode
 from .evaluation import move
+from .param_groups import BASE, choose, make_frozen_filter
 from .plugins import Plugins
 from .tasks.task import Task, TaskInfo
 from .train_section import Train
@@ -94,25 +98,66 @@ def with_assistant(module: TracedModule, settings: Train, base: Path) -> TracedM
 
 
 def list_trained_beside(task: Task, settings: Train, processes: int) -> list[dict[str, Any]]:
-    """List the groups of the text encoder's parameters that train. Raises SpecError where that is not possible."""
-    if not task.trains or task.encoder is None:
+    """List the groups of the parameters that train beside the module: those of a text encoder, and of further models of a
+    pipeline. Raises SpecError where that is not possible."""
+    if not task.trains or (task.encoder is None and not task.beside):
         return []
+    denoisers = [name for name, part in task.beside.items() if not part.encodes]
     if processes > 1 or settings.shard or settings.parallel is not None:
+        if denoisers:
+            finding = f"{', '.join(denoisers)} trains beside another one in one process only, without 'shard' and 'parallel'"
+            raise SpecError(f"{finding}: train each part by itself", path=("model", "part"))
         finding = "a text encoder trains in one process only, without 'shard' and 'parallel'"
         raise SpecError(finding, path=("train", "task", settings.task.name, "text"))
-    return task.encoder.groups(settings)
+    if settings.assistant and denoisers:
+        raise SpecError(f"is for one denoiser, and {denoisers[0]} trains beside it: train each part by itself",
+                        path=("train", "assistant"))  # fmt: skip
+    groups = task.encoder.groups(settings) if task.encoder is not None else []
+    for name, part in task.beside.items():
+        for group in choose(part.module, settings.model_copy(update=dict(part.settings)), others=True):
+            group["name"] = name if group["name"] == BASE else f"{name}.{group['name']}"
+            groups.append({**group, "names": [f"{name}.{each}" for each in group["names"]]})
+    return groups
 
 
 def list_rewritten_parts(module: TracedModule, task: Task) -> dict[str, TracedModule]:
-    """List the modules of a run that passes are in, by what the names of their parameters begin with: "" or `text_encoder.`.
+    """List the modules of a run that passes are in, by what the names of their parameters begin with: "", `text_encoder.` or
+    `transformer_2.`.
 
-    Raises SpecError for a module with a part or pass of the encoder's name, as two parameters could have one name then.
+    Raises SpecError for a module with a part or pass of such a name, as two parameters could have one name then.
     """
-    encoder = task.encoder.traced if task.encoder is not None else None
-    if encoder is not None and "text_encoder" in dict(module.named_children()):
-        finding = "the module has a part or a pass 'text_encoder', and so is the text encoder named in a run: rename it"
+    others = {name: part.module for name, part in task.beside.items()}
+    if task.encoder is not None and task.encoder.traced is not None:
+        others["text_encoder"] = task.encoder.traced
+    if taken := next((name for name in others if name in dict(module.named_children())), None):
+        what = "the text encoder" if taken.startswith("text_encoder") else "another model"
+        finding = f"the module has a part or a pass '{taken}', and so is {what} named in a run: rename it"
         raise SpecError(finding, path=("passes",))
-    return {"": module} | ({} if encoder is None else {"text_encoder.": encoder})
+    return {"": module} | {f"{name}.": one for name, one in others.items()}
+
+
+def list_whole_parts(parts: Mapping[str, TracedModule], task: Task) -> dict[str, TracedModule]:
+    """List those of the rewritten parts of which a gradient must reach each block: pipelines leave out last layers of text
+    encoders, as Stable Diffusion XL does."""
+    encoders = {f"{name}." for name, part in task.beside.items() if part.encodes}
+    return {before: one for before, one in parts.items() if before not in encoders}
+
+
+def prepare_beside(task: Task, settings: Train, accelerator: Accelerator) -> None:
+    """Make what steps run of the denoisers that train beside the module, as `prepare` makes it of the module. Raises
+    SpecError."""
+    for part in task.beside.values():
+        if not part.encodes:
+            names = {name for name, p in part.module.named_parameters() if p.requires_grad}
+            frozen = make_frozen_filter(part.module, names, settings.trainable)
+            part.runner, _ = prepare(part.module, settings, frozen, accelerator)
+
+
+def set_modes(runner: nn.Module, module: TracedModule, settings: Train, task: Task) -> None:
+    """Put all that trains into its mode: the module, what runs in its place, and the models beside it."""
+    set_mode(runner, module, settings.mode)
+    for part in task.beside.values():
+        set_mode(part.runner, part.module, "eval" if part.encodes else settings.mode)
 
 
 def check_task_settings(task: Any, given: Mapping[str, Any]) -> Train:

@@ -18,6 +18,7 @@ from ..core.errors import TrainError
 from ..core.ir.traced_module import TracedModule
 from ..lowerings.frozen_norms import HeldBuffers, find_frozen_buffers
 from ..lowerings.regions.submodules import get_originals
+from . import task_setup
 from .checkpoint import find_newest
 from .checks import check_batches, check_samples, check_saved, check_used, choose_precision
 from .data.loader import Loader, list_skipped
@@ -41,7 +42,6 @@ from .run_outputs import RunOutputs, list_buffers, list_sharded_buffers
 from .schedule import RateSchedule
 from .shared_samples import divide, share
 from .state import TrainState
-from .task_setup import check_task_settings, list_rewritten_parts, list_trained_beside, set_up_task, with_assistant
 from .tasks.task import Batch, Task, make_task
 from .train_section import Train, format_use, read_use
 
@@ -93,7 +93,7 @@ class Trainer:
         optimizer, scheduler = (None if isinstance(given, (str, Mapping)) else given for given in (optimizer, scheduler))
         if settings is not None and train:
             raise TrainError(f"{', '.join(train)} would have no effect beside settings=...: set it there")
-        self.settings = settings or check_task_settings(self.task, train)
+        self.settings = settings or task_setup.check_task_settings(self.task, train)
         self.config = dict(config or {"model": module.classes[0], "train": self.settings.model_dump(mode="json")})
         self.accelerator = accelerator or make_accelerator(self.settings.precision, device)
         precise = choose_precision(module, self.settings, self.accelerator, others=self.task.trains)
@@ -114,14 +114,11 @@ class Trainer:
         self.tests = None if test is None else make_loader(test, train=False, hooks=None, **common)
         if isinstance(self.data, Loader) and isinstance(self.tests, Loader):
             match_test_items(self.tests.items, self.data.items)
-        for key in ("patience", "best"):
-            if getattr(self.settings.test, key) and not (self.tests and self.settings.test.every):
-                raise TrainError(f"test.{key} compares tests: set test.every, and the test data ('test' in the section data)")
         check_used(self.settings, self.out, self.tests)
         check_batches(self.settings, self.task, data)
         where = {"device": place, "base": self.base, "timm": timm, "plugins": self.plugins, "seed": seed}
-        set_up_task(self.task, module, self.data, self.tests, name=self.settings.task.name, **where)
-        self.parts = list_rewritten_parts(module, self.task)
+        task_setup.set_up_task(self.task, module, self.data, self.tests, name=self.settings.task.name, **where)
+        self.parts = task_setup.list_rewritten_parts(module, self.task)
         if self.out is not None:
             check_saved(self.parts.values())
         self._check_first_batch()  # before plugins see the module, which may hook it
@@ -131,7 +128,7 @@ class Trainer:
                 trains=bool(self.groups), keep_at=lambda path: self.outputs.keep_at(path),
             )  # fmt: skip
         )
-        self.groups += list_trained_beside(self.task, self.settings, self.accelerator.num_processes)
+        self.groups += task_setup.list_trained_beside(self.task, self.settings, self.accelerator.num_processes)
         self.groups = divide_groups(self.groups, self.settings.groups)
         if not self.groups:
             raise TrainError("nothing trains: no pass of the module or of the text encoder has parameters that train")
@@ -202,7 +199,7 @@ class Trainer:
             check_agreement(self.accelerator, {"weights at the start": compute_digest(start)})
         self.frozen = make_frozen_filter(self.module, names, self.settings.trainable)
         self.divided = self._divided()
-        self.learner = with_assistant(self.divided, self.settings, self.base)
+        self.learner = task_setup.with_assistant(self.divided, self.settings, self.base)
         unused = self._some_without_gradient()
         self.runner, self.sharded = prepare(self.learner, self.settings, self.frozen, self.accelerator, unused)
         if self.sharded is not None:
@@ -211,6 +208,7 @@ class Trainer:
                 group["params"] = [held[name] for name in group["names"]]
             if self.plugins.has("on_backpropagation"):
                 raise TrainError("a plugin's on_backpropagation cannot see the gradients of a sharded run: remove 'shard'")
+        task_setup.prepare_beside(self.task, self.settings, self.accelerator)
         made = open_optimizer(optimizer, scheduler, self.groups, self.settings)
         self.schedule = RateSchedule(made, self.settings.scheduler, self.steps, self.progress.per_epoch, given=scheduler)
         self.optimizer: Any = self.accelerator.prepare_optimizer(made, device_placement=False)
@@ -226,7 +224,7 @@ class Trainer:
         self.take_step = Stepper(loss, self.optimizer, self.trained, self.settings.clip, self.plugins, self._look_at_gradients)
         both = self.divided.twin_error == self.module.twin_error  # else only one mode can be divided
         shown = self.sharded or (self.divided if both else self.module)
-        after = functools.partial(set_mode, self.runner, self.module, self.settings.mode)
+        after = functools.partial(task_setup.set_modes, self.runner, self.module, self.settings, self.task)
         weights = self.ema.applied if self.ema else functools.partial(use_evaluation_weights, made, self.trained)
         self.evaluation = Evaluation(shown, self.task, self.accelerator, weights, after, sharded=self.sharded is not None)
 
@@ -261,7 +259,7 @@ class Trainer:
 
     def _look_at_gradients(self) -> None:
         """Note what got no gradient. Raises TrainError for a block that none reached."""
-        if lost := check_gradients(self.parts, self.groups):
+        if lost := check_gradients(task_setup.list_whole_parts(self.parts, self.task), self.groups):
             more = f" and {len(lost) - 5} more" * (len(lost) > 5)
             self.watch.note(f"{', '.join(lost[:5])}{more} got no gradient in the first step")
 
@@ -351,7 +349,7 @@ class Trainer:
                 line += f"; the learning rate keeps its schedule of {self.watch.steps} steps, and there are {self.steps}"
             self.watch.note(line)
             self.watch.steps, self.watch.epochs = self.steps, self.epochs
-        set_mode(self.runner, self.module, self.settings.mode)
+        self.evaluation.after()
         begin_training(self.state.optimizer)
 
     def _batches(self) -> Iterator[list[Batch]]:

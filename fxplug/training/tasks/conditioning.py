@@ -195,7 +195,7 @@ class FolderText:
                 raise SpecError(f"the text encoder cannot be traced: {error}") from error
             for index, p in enumerate(found):
                 with prefix_path(index):
-                    if why := _refused(p):
+                    if why := explain_refusal(p):
                         raise SpecError(f"pass '{p.name}' {why}")
                     try:
                         module = apply(module, find(module, p))
@@ -292,8 +292,8 @@ class FolderText:
         return "clip" in self.model.config.model_type
 
 
-def _refused(p: Pass) -> str:
-    """Return why a pass cannot be used in a trainable text encoder; "" if it can."""
+def explain_refusal(p: Pass) -> str:
+    """Explain why a pass cannot be used in a trainable text encoder; "" if it can."""
     if isinstance(p, ParallelPass):
         return "splits a model over processes, and the text encoder is whole in one process"
     if p.inputs:

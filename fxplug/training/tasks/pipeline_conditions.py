@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections import OrderedDict
@@ -18,6 +19,7 @@ from ...pipelines.opening import call_parameters
 from ..data.image_sources import PlacedImage
 from ..image_encoding import check_still_readable
 from .pipeline_encoders import Encoders, get_pictures
+from .pipeline_text import TrainedText
 from .task import Batch
 
 # the arguments of pipelines that take a picture beside the caption, the likeliest first
@@ -113,7 +115,8 @@ def make_picture_arguments(argument: str | None, picture: Image.Image, own: Imag
 
 
 class Conditions:
-    """The conditions of samples of one size, each encoded once by the pipeline itself."""
+    """The conditions of samples of one size, each encoded once by the pipeline itself; anew each time where its text encoders
+    train."""
 
     def __init__(
         self,
@@ -129,12 +132,19 @@ class Conditions:
         later runs, too."""
         self.pipe, self.call, self.argument, self.device, self.encoders = pipe, call, argument, device, encoders
         self.memory, self.store = memory, store
+        self.text: TrainedText | None = None
         known = call_parameters(pipe)
         given = call.observation.call
         self.sizes = {name: key for name, key in SIZES.items() if name in known and name not in given}
         own = ("prompt", argument, *([MASKED] if argument == MASK else []))  # what each sample has of its own
         kept = sorted((name, _named(value)) for name, value in given.items() if name not in own)
         self.prefix = f"{type(pipe).__name__} {call.observation.part} {kept}"
+
+    def with_text(self, text: TrainedText | None) -> Conditions:
+        """Return the conditions as text encoders that train make them, which encode instead of the pipeline's own."""
+        made = copy.copy(self)
+        made.text = text
+        return made
 
     def of(self, batch: Batch, captions: Sequence[str]) -> list[SampleCondition]:
         """Return the condition of each sample of a batch.
@@ -169,6 +179,10 @@ class Conditions:
             SpecError: The pipeline does not take them.
             TrainError: A picture's file cannot be read any more.
         """
+        if self.text is not None:
+            self.encoders.bring_back()
+            given = {**self.prompt(caption), **arguments, **self.picture_arguments(pictures)}
+            return self.text.encode(self.call, given).to(self.device)
         parts = [self.prefix, caption]
         for name, value in arguments.items():
             parts.append(f"{name} {_named(value)}")

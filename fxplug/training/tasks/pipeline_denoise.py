@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import SpecError, did_you_mean, prefix_path, quote
+from ...core.errors import SpecError, prefix_path, quote
 from ...core.ir.traced_module import TracedModule
-from ...core.ir.variants import Variants, choose_module
+from ...core.ir.variants import Variants
 from ...core.spec.yaml_source import validate
 from ...pipelines.denoiser_call import SampleCondition
-from ...pipelines.observation import PROMPTS
+from ...pipelines.observation import PROMPTS, call_pipeline
 from ...pipelines.recorded_run import get_components
-from ..distributed import find_largest
+from ..distributed import find_largest, move_module
 from ..encoded_cache import EncodedCache
 from ..image_encoding import check_still_readable, encode_batch, encode_images
 from ..random_draws import Draws, preserve_random_state
@@ -30,26 +30,16 @@ from .losses import MSE, add_offset, compute_huber_delta, compute_losses, comput
 from .noise import draw_positions, read_density
 from .pipeline_conditions import Store, group
 from .pipeline_encoders import Size, draw_sample, get_pictures, get_size
+from .pipeline_options import AS_SAMPLED, check_names
 from .pipeline_samples import PipelineSamples, make_sample_arguments
+from .pipeline_text import TrainedText, read_text, rewrite_encoders
 from .preservation import without_training
 from .sized_parts import SizedPart, SizedParts
-from .task import Batch, Task, TaskInfo, Totals
+from .task import Batch, Task, TaskInfo, Totals, TrainedPart
 
-AS_SAMPLED = "as_sampled"
-# options of the task for other models, and where a pipeline has what they say
-ELSEWHERE = {
-    "scheduler": "the noise is that of the pipeline's own scheduler: change scheduler/scheduler_config.json in its folder",
-    "prediction": "the pipeline's own scheduler says it: change prediction_type in scheduler/scheduler_config.json",
-    "vae": "pictures are encoded by the pipeline's own VAE: change it in the pipeline's folder",
-    "text": "captions are encoded by the pipeline's own text encoders: change them in the pipeline's folder",
-    "call": "what the denoiser is called with is seen in the pipeline: its own arguments are set in model: {call: ...}",
-    "null_label": "a pipeline is called with captions, and an empty one is that of a dropped caption: set 'dropout'",
-    "time_scale": "how the time is given to the denoiser is seen in the pipeline",
-    "train_guidance": "it is learnt with 'text' by a model without a pipeline: model: {diffusers: ...}",
-}
 
 class PipelineDenoise(Task):
-    """Trains the denoiser of a stock pipeline on pictures with captions, with no line about its model.
+    """Trains the denoiser of a stock pipeline, or several, on pictures with captions, with no line about its model.
 
     What the pipeline does around its denoiser is found by running it (`observe`), and confirmed, before anything is trained:
     how pictures become latents, what the denoiser is given of them, how it is told the time, what the scheduler gets. The
@@ -58,6 +48,10 @@ class PipelineDenoise(Task):
     density is `uniform`, `logit_normal`, `mode`, or `as_sampled`: the amounts of noise that the pipeline itself has for
     pictures of this size. dropout, snr_gamma and weighting are those of `Denoise`, and so are samples and sample_steps; the
     pipeline draws them, with the arguments of `call`, and the scale of `guidance` where it is given.
+
+    Of several denoisers each is trained in each step, on the same pictures and noise at its own times; the loss is the sum of
+    theirs. So each learns what it would learn alone. Text encoders with passes, in `text`, train with them: captions are then
+    encoded in each step.
     """
 
     reads = ("loss_scale", "cond_dropout", "loss_mask", "prior")
@@ -68,6 +62,8 @@ class PipelineDenoise(Task):
         call: Mapping[str, Any] | None = None,
         part: str | None = None,
         *,
+        beside: Mapping[str, TracedModule] | None = None,
+        text: Any = None,
         density: Any = "uniform",
         dropout: float = 0.0,
         snr_gamma: float | None = None,
@@ -90,6 +86,8 @@ class PipelineDenoise(Task):
             pipe: The pipeline of diffusers. It stays as it is; its models are moved to the device of the run.
             call: Arguments of the pipeline's call that do not come from the data, such as `num_frames`.
             part: Which denoiser trains; None is the one that is called.
+            beside: Further denoisers that train, rewritten, by their names in the pipeline.
+            text: Text encoders of the pipeline that train, by name, each with `passes`, and `lr` and `weight_decay`.
             density: How often each amount of noise is drawn.
             dropout: The share of samples that are trained with the empty caption.
             snr_gamma: Min-SNR weights (arXiv 2303.09556); None has none.
@@ -109,7 +107,7 @@ class PipelineDenoise(Task):
         Raises:
             SpecError: An option is wrong.
         """
-        _check_options(others)
+        check_names(others)
         given: dict[str, Any] = {"density": density, "dropout": dropout, "snr_gamma": snr_gamma, "weighting": weighting}
         given |= {"samples": samples, "sample_steps": sample_steps, "negative": negative}
         given |= {"loss": loss, "noise_offset": noise_offset, "preserve": preserve, "preserve_weight": preserve_weight}
@@ -123,8 +121,10 @@ class PipelineDenoise(Task):
         self.wanted, self.sample_steps, self.guidance, self.negative = samples, sample_steps, guidance, negative
         self.store, self.open_latents = store, latents
         self.latents: EncodedCache | None = None
-        self.preserve, self.preserve_weight = preserve, preserve_weight
-        self.part, self.batch = part or "", 2
+        self.preserve, self.preserve_weight, self.part, self.batch = preserve, preserve_weight, part or "", 2
+        self.wanted_text = {} if text is None else read_text(pipe, text)
+        self.beside = {name: TrainedPart(module) for name, module in (beside or {}).items()}
+        self.trains = bool(self.beside or self.wanted_text)
 
     # --- what is seen before the training
 
@@ -134,47 +134,65 @@ class PipelineDenoise(Task):
             raise SpecError(f"must be a pipeline of diffusers, not {quote(self.pipe, 80)}", path=("model", "pipeline"))
         if self.pipe.device.type != info.device.type:
             self.pipe.to(info.device)
+        self.beside = {name: part for name, part in self.beside.items() if not part.encodes}
+        for part in self.beside.values():
+            move_module(part.module, info.device)
         example = info.examples(1) if info.examples is not None else {}
         known = list(info.sizes) or ([info.size] if all(info.size) else [])
         first = get_size(example) if example else ()
         sizes = dict.fromkeys([*([first] if first else []), *((*first[:-2], *size) for size in known)])
         if not sizes:
             raise SpecError("the size of the pictures is not known: set 'size'", path=("data", "size"))
-        weights = {"snr_gamma": self.snr_gamma, "weighting": self.weighting}
-        as_sampled = self.density.name == AS_SAMPLED
-        self.sized = SizedParts(
-            self.pipe, self.given, self.wanted_part, self.store, self.device, as_sampled=as_sampled, **weights
-        )
         self.added = AddedInputs(module, info.device)
         self.added.check(example)
-        self.sized.take_condition(example, self.added.names)
+        self.sized = self._open_denoiser(self.wanted_part, example)
         self.size: Size = next(iter(sizes))
         self.sample_call = make_sample_arguments(self.pipe, self.given, self.guidance, self.negative)
-        for size in sizes:
-            self.sized.of(size, check=True)
-            self.part = self.sized.part
-            if isinstance(module, Variants):
-                self._trace_form(module, size)
+        self.sized.of(self.size, check=True)
+        self.part = self.sized.part
+        others = {name: self._open_denoiser(name, example, self.sized) for name in self.beside}
+        self.denoisers = {self.part: self.sized, **others}
+        if self.part in self.beside:
+            raise SpecError(f"'{self.part}' trains already: it cannot be beside itself", path=("model", "part"))
+        modules = {self.part: module, **{name: part.module for name, part in self.beside.items()}}
+        for name, denoiser in self.denoisers.items():
+            for size in sizes:
+                denoiser.of(size, check=name == self.part)
+                if isinstance(one := modules[name], Variants):
+                    denoiser.trace_form(one, size, self.batch, self.added)
         if self.preserve is None and self.preserve_weight != 1:
             raise SpecError("has no effect without 'preserve'", path=("preserve_weight",))
         if self.preserve is not None:
             with prefix_path("preserve"):
                 if info.trigger is None:
                     raise SpecError("needs 'trigger' in the section data, the word in whose place the class stands")
-                self.untrained = without_training(module)
-        noisy = self.sized.of(self.size).call.observation.noisy
-        self.sampler = PipelineSamples(self.pipe, self.part, self.sized.encoders, noisy)
+                self.untrained = {name: without_training(one) for name, one in modules.items()}
+        if self.wanted_text:
+            self._open_text()
+        noisy = {name: denoiser.of(self.size).call.observation.noisy for name, denoiser in self.denoisers.items()}
+        self.sampler = PipelineSamples(self.pipe, self.part, self.sized.encoders, self.beside, noisy)
         if self.open_latents is not None:
             self.latents = self.open_latents(get_components(self.pipe)[self.sized.of(self.size).call.observation.vae])
 
-    def _trace_form(self, module: Variants, size: Size) -> None:
-        """Let a module that takes several forms of call have that of the training, of this size."""
-        one = self.sized.of(size)
-        condition = one.conditions.one(PROMPTS[0], self.sized.example_arguments(size))
-        for count in dict.fromkeys((self.batch, 1)) if one.call.batching.lists else (self.batch,):
-            x = torch.zeros(count, *one.call.shape, device=self.device)
-            time = one.noise.time(one.steps[:1].expand(count)).to(self.device)
-            choose_module(module, (), {**one.call([condition] * count, x, time), **self.added.example(count, size)})
+    def _open_denoiser(self, part: str | None, example: Batch, first: SizedParts | None = None) -> SizedParts:
+        weights = {"snr_gamma": self.snr_gamma, "weighting": self.weighting}
+        as_sampled, common = self.density.name == AS_SAMPLED, (self.pipe, self.given, part, self.store, self.device)
+        made = SizedParts(*common, as_sampled=as_sampled, first=first, **weights)  # type: ignore[arg-type]
+        made.take_condition(example, self.added.names)
+        return made
+
+    def _open_text(self) -> None:
+        """Rewrite the text encoders that train, and let them encode captions, with gradients that reach each of them."""
+        for name, model in get_components(self.pipe).items():
+            if isinstance(model, nn.Module) and name not in self.denoisers:  # gradients are for what passes add
+                model.requires_grad_(requires_grad=False)
+        one, size = self.sized.of(self.size), (self.size[-2], self.size[-1])
+        parts = rewrite_encoders(self.pipe, self.given, size, self.wanted_text, self.info.base, self.info.seed)
+        text = TrainedText(self.pipe, parts, self.device)
+        text.check_gradients(one.call, {**one.stock.prompt(PROMPTS[0]), **self.sized.example_arguments(self.size)})
+        self.beside = {**self.beside, **parts}
+        for denoiser in self.denoisers.values():
+            denoiser.take_text(text)
 
     def check_batch(self, size: int) -> None:
         self.batch = max(self.batch, size)
@@ -195,7 +213,7 @@ class PipelineDenoise(Task):
         names = ("scheduler", "vae", "text_encoder", "tokenizer")
         return {name: found[name] for name in names if found.get(name) is not None}
 
-    def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor:
+    def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         image = get_pictures(batch)
         density = Use("uniform", {}) if self.density.name == AS_SAMPLED else self.density
         position = draw_positions(density, len(image), draw)
@@ -204,75 +222,99 @@ class PipelineDenoise(Task):
         preserve = self.preserve is not None
         if preserve and draw.world > 1:
             raise SpecError("is for one process", path=("train", "task", "denoise", "preserve"))
-        losses = self._losses(module, batch, draw, position, dropout, alike=draw.world > 1, preserve=preserve)
-        return compute_mean(losses, batch)
+        modules = {self.part: module, **{name: part.runner for name, part in self.beside.items()}}
+        losses = self._losses(modules, batch, draw, position, dropout, alike=draw.world > 1, preserve=preserve)
+        means = {name: compute_mean(each, batch) for name, each in losses.items()}
+        total = torch.stack([*means.values()]).sum() if len(means) > 1 else means[self.part]
+        return (total, {f"loss_{name}": mean for name, mean in means.items()}) if len(means) > 1 else total
 
     @torch.no_grad()
     def test(self, module: nn.Module, batches: Iterable[Batch]) -> Totals:
         """Return the mean loss at fixed noise levels; each sample has its own noise, the same in every test."""
         total, count = 0.0, 0
+        modules = {self.part: module, **{name: part.module.eval() for name, part in self.beside.items()}}
         for batch in batches:
             for place in TESTED:
                 count_of_batch = len(get_pictures(batch))
                 draw = FixedDraws({"index": torch.arange(count_of_batch), **batch}, self.device)
                 position = torch.full((count_of_batch,), place, device=self.device)
-                losses = self._losses(module, batch, draw, position, 0.0, alike=not isinstance(module, TracedModule))
-                total, count = total + float(losses.double().sum()), count + len(losses)
+                losses = self._losses(modules, batch, draw, position, 0.0, alike=not isinstance(module, TracedModule))
+                total += sum(float(each.double().sum()) for each in losses.values())
+                count += count_of_batch
         return {"loss": (total, count)}
 
     def _losses(
         self,
-        module: nn.Module,
+        modules: Mapping[str, nn.Module],
         batch: Batch,
         draw: Any,
         position: Tensor,
         dropout: float | Tensor,
         alike: bool,
         preserve: bool = False,
-    ) -> Tensor:
-        """Return the weighted loss of each sample, float32 [b]; `alike` says that processes call the module equally often."""
-        one = self.sized.of(get_size(batch))
-        mask = self._mask(batch)
+    ) -> dict[str, Tensor]:
+        """Return the weighted loss of each sample, float32 [b], by denoiser; `alike` says that processes call the module
+        equally often."""
+        one, mask = self.sized.of(get_size(batch)), self._mask(batch)
         x = self._latents(batch, draw, one)
         noise = draw.like(x)
         if self.noise_offset:
             noise = one.call.as_latents(add_offset(one.call.as_decoded(noise), draw, self.noise_offset))
-        steps = one.steps.to(position.device)
-        index = steps[(position * len(steps)).long().clamp(0, len(steps) - 1)]
         dropped = draw.uniform(len(x)) < dropout
-        batch["timesteps"] = one.noise.time(index)
-        noisy, target = one.noise.noisy(x, noise, index), one.noise.target(x, noise, index)
-        conditions = one.conditions.of(batch, self._captions(batch, dropped))
-        added = self.added.of(batch)
+        losses, added = {}, self.added.of(batch)
+        for name, denoiser in self.denoisers.items():
+            one = denoiser.of(get_size(batch))
+            steps = one.steps.to(position.device)
+            index = steps[(position * len(steps)).long().clamp(0, len(steps) - 1)]
+            if name == self.part:
+                batch["timesteps"] = one.noise.time(index)
+            noisy, target = one.noise.noisy(x, noise, index), one.noise.target(x, noise, index)
+            conditions = one.conditions.of(batch, self._captions(batch, dropped))
+            found = self._of_groups(modules[name], one, conditions, noisy, index, target, mask, added, alike)
+            kept = self.preserve_weight * self._preserved(modules[name], name, batch, noisy, index) if preserve else 0.0
+            losses[name] = found * one.noise.weight(index) + kept
+        return losses
+
+    def _of_groups(
+        self,
+        module: nn.Module,
+        one: SizedPart,
+        conditions: list[SampleCondition],
+        noisy: Tensor,
+        index: Tensor,
+        target: Tensor,
+        mask: Batch,
+        added: dict[str, Tensor],
+        alike: bool,
+    ) -> Tensor:
+        """Return the loss of each sample, float32 [b]: those whose conditions have one form are in one call."""
         groups = group(conditions, alone=bool(one.call.batching.lists))
         if len(groups) == 1 and not alike:
-            losses = self._of_group(module, one, conditions, noisy, index, target, mask, added)
-        else:
-            losses = torch.zeros(len(x), device=x.device)
-            for number in range(find_largest(len(groups)) if alike else len(groups)):
-                rows = groups[min(number, len(groups) - 1)]
-                part = {name: value[rows] for name, value in mask.items()}
-                own = [conditions[n] for n in rows]
-                pictures = take_samples(added, rows)
-                found = self._of_group(module, one, own, noisy[rows], index[rows], target[rows], part, pictures)
-                # a process with fewer groups than others calls the module as often
-                losses = losses.index_add(0, torch.tensor(rows, device=x.device), found * float(number < len(groups)))
-        losses = losses * one.noise.weight(index)
-        return losses + self.preserve_weight * self._preserved(module, one, batch, noisy, index) if preserve else losses
+            return self._of_group(module, one, conditions, noisy, index, target, mask, added)
+        losses = torch.zeros(len(noisy), device=noisy.device)
+        for number in range(find_largest(len(groups)) if alike else len(groups)):
+            rows = groups[min(number, len(groups) - 1)]
+            part = {name: value[rows] for name, value in mask.items()}
+            own, pictures = [conditions[n] for n in rows], take_samples(added, rows)
+            found = self._of_group(module, one, own, noisy[rows], index[rows], target[rows], part, pictures)
+            # a process with fewer groups than others calls the module as often
+            losses = losses.index_add(0, torch.tensor(rows, device=noisy.device), found * float(number < len(groups)))
+        return losses
 
-    def _preserved(self, module: nn.Module, one: SizedPart, batch: Batch, noisy: Tensor, index: Tensor) -> Tensor:
+    def _preserved(self, module: nn.Module, name: str, batch: Batch, noisy: Tensor, index: Tensor) -> Tensor:
         """Return the squared distance of each sample's prediction, float32 [b], from that of the model without what trains, and
         with the class in the place of the trigger (ostris' ai-toolkit calls it differential output preservation)."""
         captions = [replace_trigger(text, str(self.info.trigger), str(self.preserve)) for text in batch["caption"]]
-        conditions, added = one.conditions.of(batch, captions), self.added.of(batch)
+        one, added = self.denoisers[name].of(get_size(batch)), self.added.of(batch)
+        conditions, stock = one.conditions.of(batch, captions), one.stock.of(batch, captions)
         kept = torch.zeros(len(noisy), device=noisy.device)
         for rows in group(conditions, alone=bool(one.call.batching.lists)):
-            call = one.call([conditions[n] for n in rows], noisy[rows], one.noise.time(index[rows]))
-            call |= take_samples(added, rows)
-            new = one.call.predictions(module(**call), len(rows))
+            x, time, pictures = noisy[rows], one.noise.time(index[rows]), take_samples(added, rows)
+            new = one.call.predictions(module(**one.call([conditions[n] for n in rows], x, time), **pictures), len(rows))
             with torch.no_grad():
-                before = one.call.predictions(self.untrained(**call), len(rows))
-            kept = kept.index_add(0, torch.tensor(rows, device=kept.device), compute_losses(new, before, {}, MSE))
+                before = self.untrained[name](**one.call([stock[n] for n in rows], x, time), **pictures)
+                old = one.call.predictions(before, len(rows))
+            kept = kept.index_add(0, torch.tensor(rows, device=kept.device), compute_losses(new, old, {}, MSE))
         return kept
 
     def _of_group(
@@ -338,7 +380,7 @@ class PipelineDenoise(Task):
             whole = [encode_images(loader, self.latents, encode, each=self._encode_conditions, quiet=quiet)
                      for loader in (data, tests) if loader is not None]  # fmt: skip
         if all(whole) and self.latents is not None and self.latents.writable:
-            encoders.leave(seen.part)
+            encoders.leave(self.part, *self.beside)
         try:
             yield
         finally:
@@ -346,15 +388,17 @@ class PipelineDenoise(Task):
 
     def _encode_conditions(self, batch: Batch) -> None:
         """Encode the conditions that a sample, as a batch of one, may have in the training."""
-        one, own = self.sized.of(get_size(batch)), batch.get("cond_dropout")
+        own = batch.get("cond_dropout")
         dropout = self.dropout if own is None else float(torch.where(own.isnan(), self.dropout, own).max())
         views = [batch]
         if "flipped" in batch and "condition" in batch:
             pictures = [key for key in ("image", "video", "condition") if key in batch]
             views.append({**batch, **{key: [image.mirrored() for image in batch[key]] for key in pictures}})
-        for view in views:
+        parts = [denoiser.of(get_size(batch)) for denoiser in self.denoisers.values()]
+        for view in [] if self.wanted_text else views:
             for dropped in (False, True) if dropout else (False,):
-                one.conditions.of(view, self._captions(view, torch.tensor([dropped])))
+                for one in parts:
+                    one.conditions.of(view, self._captions(view, torch.tensor([dropped])))
 
     # --- pictures
 
@@ -374,8 +418,6 @@ class PipelineDenoise(Task):
 
     def _check_steps(self) -> None:
         """Raise SpecError for a number of steps that the pipeline does not take."""
-        from ...pipelines.observation import call_pipeline
-
         seen = self.sized.of(self.size).call.observation
         try:
             call_pipeline(self.pipe, seen.call, steps=self.sample_steps, first_call=seen.part)
@@ -443,48 +485,3 @@ class PipelineDenoise(Task):
             batch["caption"] = [with_trigger(caption, self.info.trigger) for caption in self.wanted]
         batch.setdefault("caption", [""] * count)
         return batch
-
-
-def check_options(use: Use) -> None:
-    """Check the options of a task `denoise` for a pipeline, as far as that goes without one.
-
-    Args:
-        use: The task with its options.
-
-    Raises:
-        SpecError: There is an option that a pipeline does not have; it says where that is set instead.
-    """
-    with prefix_path("train", "task", use.name):
-        _check_options(use.options, DenoiseOptions.model_fields)
-
-
-def _check_options(options: Mapping[str, Any], known: Collection[str] = ()) -> None:
-    for name in options:
-        if name in ELSEWHERE:
-            raise SpecError(f"is not an option of denoise on a pipeline: {ELSEWHERE[name]}", path=(name,))
-        if name not in known:
-            there = [key for key in DenoiseOptions.model_fields if key not in ELSEWHERE]
-            finding = f"denoise has no option '{name}'{did_you_mean(name, there)}; it has {', '.join(there)}"
-            raise SpecError(finding, path=(name,))
-
-
-def make_pipeline_task(
-    pipe: Any, call: Mapping[str, Any] | None, part: str | None, use: Use, **caches: Any
-) -> PipelineDenoise:
-    """Make the task of a configuration whose model is a pipeline's.
-
-    Args:
-        pipe: The pipeline.
-        call: The arguments of the section model.
-        part: The denoiser.
-        use: The task with its options.
-        **caches: `store` and `latents` of `PipelineDenoise`.
-
-    Returns:
-        The task.
-
-    Raises:
-        SpecError: An option is wrong.
-    """
-    with prefix_path("train", "task", use.name):
-        return PipelineDenoise(pipe, call, part, **caches, **use.options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import SpecError, get_first_line
+from ...core.torch_internals import trees as pytree
 from ...pipelines.observation import Observation
 from ...pipelines.recorded_run import get_components
 from ..data.image_sources import PlacedImage
@@ -27,12 +29,12 @@ class Encoders:
         self.pipe, self.device = pipe, device
         self.away: tuple[str, ...] = ()
 
-    def leave(self, part: str) -> None:
-        """Move all models but `part` to the CPU, those that can be moved; a run on the CPU moves none."""
+    def leave(self, *kept: str) -> None:
+        """Move all models but `kept`, which train, to the CPU, those that can be moved; a run on the CPU moves none."""
         if self.device.type != "cpu":
             parts = get_components(self.pipe)
-            held = {id(parameter) for parameter in parts[part].parameters()}
-            others = [name for name, other in parts.items() if name != part and _can_move(other, held)]
+            held = {id(parameter) for part in kept for parameter in parts[part].parameters()}
+            others = [name for name, other in parts.items() if name not in kept and _can_move(other, held)]
             self._move_away(others)
 
     def _move_away(self, names: Iterable[str]) -> None:
@@ -91,6 +93,43 @@ class Encoders:
             else:
                 made = {"latents": find_tensor(inside)}
         return {name: value[0].float().cpu() for name, value in made.items()}
+
+
+@contextlib.contextmanager
+def compute_in_precision(part: nn.Module, device: str, dtype: torch.dtype, result: torch.dtype | None = None) -> Iterator[None]:
+    """Let a model compute under autocast in a context, wherever it is called.
+
+    Args:
+        part: The model.
+        device: The type of the device, such as `cuda`.
+        dtype: The dtype of autocast.
+        result: The dtype that floating-point results are converted to; None leaves them.
+
+    Yields:
+        Nothing.
+    """
+    own, forward = vars(part).get("forward"), part.forward
+
+    @functools.wraps(forward)
+    def in_precision(*args: Any, **named: Any) -> Any:
+        with torch.autocast(device, dtype=dtype):
+            found = forward(*args, **named)
+        if result is None:
+            return found
+        return pytree.tree_map_only(Tensor, lambda t: t.to(result) if t.is_floating_point() else t, found)
+
+    vars(part)["forward"] = in_precision
+    try:
+        yield
+    finally:
+        vars(part).pop("forward", None)
+        if own is not None:
+            vars(part)["forward"] = own
+
+
+def get_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of a model: that of its first floating-point parameter, float32 without any."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _can_move(part: Any, held: set[int]) -> bool:

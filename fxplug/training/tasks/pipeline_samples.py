@@ -19,19 +19,22 @@ from ...core.ir.traced_module import TracedModule
 from ...pipelines.diffusers_types import pipeline_part
 from ...pipelines.opening import call_parameters
 from ...pipelines.recorded_run import get_components, hide_warnings
-from .pipeline_encoders import Encoders
+from .pipeline_encoders import Encoders, compute_in_precision, get_dtype
+from .task import TrainedPart
 
 GUIDANCES = ("true_cfg_scale", "guidance_scale")  # which argument guides, if a pipeline has the first, the second tells
 
 
 class PipelineSamples:
-    """Draws with a copy of a pipeline, in which a module stands for its denoiser."""
+    """Draws with a copy of a pipeline, in which a module stands for its denoiser, and others for further models of it."""
 
-    def __init__(self, pipe: Any, part: str, encoders: Encoders, noisy: str) -> None:
-        """Take the pipeline, the name of the denoiser in it, the other models, which are fetched for the drawing, and the name
-        of the denoiser's argument for latents."""
-        self.pipe, self.part, self.encoders, self.noisy = pipe, part, encoders, noisy
-        self.made: tuple[Any, nn.Module] | None = None  # the module that was put in last, and as a part
+    def __init__(
+        self, pipe: Any, part: str, encoders: Encoders, others: Mapping[str, TrainedPart], noisy: Mapping[str, str]
+    ) -> None:
+        """Take the pipeline, the name of the denoiser in it, the other models, which are fetched for the drawing, those that
+        train beside the denoiser, and for each denoiser the name of its argument for latents."""
+        self.pipe, self.part, self.encoders, self.others, self.noisy = pipe, part, encoders, others, noisy
+        self.made: dict[str, tuple[nn.Module, nn.Module]] = {}  # by name the module that was put in last, and it as a part
 
     def __call__(
         self,
@@ -94,35 +97,42 @@ class PipelineSamples:
 
     @contextlib.contextmanager
     def _with_module(self, module: nn.Module, device: str, autocast: bool, added: Mapping[str, Tensor]) -> Iterator[Any]:
-        """Yield a copy of the pipeline with the module in it, which computes in the precision of the run, and is given what is
-        `added`."""
-        pipe, own = copy.copy(self.pipe), get_components(self.pipe)[self.part]
-        if self.made is None or self.made[0] is not module:
-            self.made = (module, pipeline_part(module, own) if isinstance(module, TracedModule) else _stand_in(module, own))
-        part = self.made[1].eval()
-        vars(pipe)[self.part] = part
-        if not autocast and not added:
+        """Yield a copy of the pipeline with the modules in it, which compute in the precision of the run; denoisers are given
+        what is `added`."""
+        pipe, own = copy.copy(self.pipe), get_components(self.pipe)
+        with contextlib.ExitStack() as stack:
+            for name, one in {self.part: module, **{name: other.module for name, other in self.others.items()}}.items():
+                if name not in self.made or self.made[name][0] is not one:
+                    made = pipeline_part(one, own[name]) if isinstance(one, TracedModule) else _stand_in(one, own[name])
+                    self.made[name] = (one, made)
+                part = vars(pipe)[name] = self.made[name][1].eval()
+                if added and name in self.noisy:
+                    stack.enter_context(_give_inputs(part, type(own[name]), self.noisy[name], added))
+                if autocast:
+                    encodes = name in self.others and self.others[name].encodes
+                    dtype, result = torch.get_autocast_dtype(device), get_dtype(own[name]) if encodes else None
+                    stack.enter_context(compute_in_precision(part, device, dtype, result))
             yield pipe
-            return
-        forward, signature = part.forward, inspect.signature(type(own).forward)
 
-        @functools.wraps(forward)
-        def in_run(*args: Any, **named: Any) -> Any:
-            more = {}
-            if added:  # guidance calls it with one sample several times, which has one picture
-                count = len(signature.bind_partial(own, *args, **named).arguments[self.noisy])
-                more = {name: value.expand(count, *value.shape[1:]) for name, value in added.items()}
-            precise = torch.autocast(device, dtype=torch.get_autocast_dtype(device)) if autocast else contextlib.nullcontext()
-            with precise:
-                return forward(*args, **named, **more)
 
-        vars(part)["forward"] = in_run
-        try:
-            yield pipe
-        finally:
-            vars(part).pop("forward", None)
-            if "forward" not in dir(type(part)) or part.forward is in_run:
-                vars(part)["forward"] = forward
+@contextlib.contextmanager
+def _give_inputs(part: nn.Module, kind: Any, noisy: str, added: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let a denoiser, in a context, be called with further inputs, [1, ...], wherever its pipeline calls it."""
+    own, forward, signature = vars(part).get("forward"), part.forward, inspect.signature(kind.forward)
+
+    @functools.wraps(forward)
+    def with_inputs(*args: Any, **named: Any) -> Any:
+        # guidance calls it with one sample several times, which has one picture
+        count = len(signature.bind_partial(part, *args, **named).arguments[noisy])
+        return forward(*args, **named, **{name: value.expand(count, *value.shape[1:]) for name, value in added.items()})
+
+    vars(part)["forward"] = with_inputs
+    try:
+        yield
+    finally:
+        vars(part).pop("forward", None)
+        if own is not None:
+            vars(part)["forward"] = own
 
 
 def _stand_in(module: nn.Module, own: nn.Module) -> nn.Module:

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core.errors import SpecError, format_fields, quote
+from ...core.ir.variants import Variants, choose_module
 from ...pipelines.denoiser_call import DenoiserCall, make_denoiser_call
 from ...pipelines.observation import PROMPTS, Observation, confirm, observe
 from ...pipelines.opening import call_parameters
 from ...pipelines.recorded_run import get_components
 from ..random_draws import Draws
+from .added_inputs import AddedInputs
 from .model_call import find_tensor
 from .noise import Diffusion, Flow
 from .pipeline_conditions import Conditions, MemoryStore, Store, as_pictures, find_picture_argument, make_picture_arguments
 from .pipeline_encoders import Encoders, Size, draw_sample
 from .pipeline_noise import check_scheduler, list_part_steps, open_scheduler, take_sampled
+from .pipeline_text import TrainedText
 from .task import Batch
 
 
 @dataclass(frozen=True)
 class SizedPart:
     """A denoiser as it is trained on pictures of one size: its call, its samples' conditions, its noise, and which `steps`
-    of it."""
+    of it. `stock` are the conditions by the pipeline as it is: others where text encoders train."""
 
     call: DenoiserCall
     conditions: Conditions
+    stock: Conditions
     noise: Diffusion | Flow
     steps: Tensor
 
@@ -52,17 +56,20 @@ class SizedParts:
         device: torch.device,
         *,
         as_sampled: bool,
+        first: SizedParts | None = None,
         **weights: Any,
     ) -> None:
         """Take a pipeline, what it is called with, and where batches are; `as_sampled` takes the pipeline's own amounts of
-        noise, `weights` are those of `open_scheduler`."""
+        noise, `weights` are those of `open_scheduler`. `first` is that of another denoiser of the same pipeline."""
         self.pipe, self.given, self.wanted, self.store, self.device = pipe, dict(call), part, store, device
         self.as_sampled, self.weights = as_sampled, weights
-        self.memory, self.encoders = MemoryStore(), Encoders(pipe, device)
+        self.memory: MemoryStore = MemoryStore() if first is None else first.memory
+        self.encoders: Encoders = Encoders(pipe, device) if first is None else first.encoders
         self.made: dict[Size, SizedPart] = {}
         self.part = part or ""
         self.condition: str | None = None
         self.added: tuple[str, ...] = ()
+        self.text: TrainedText | None = None  # which encodes captions instead of the pipeline's own
         self._searches = False  # for a size that is drawn as it is
 
     def take_condition(self, example: Batch, added: tuple[str, ...] = ()) -> None:
@@ -134,10 +141,24 @@ class SizedParts:
                 steps = list_part_steps(noise, self.pipe, seen) if seen.others else sampled
             self.part = seen.part
             self._check_latents(size, call)
-        conditions = Conditions(self.pipe, call, self.condition, self.memory, self.store, self.device, self.encoders)
-        made = SizedPart(call, conditions, noise, steps.cpu())
-        self.made[size] = made
-        return made
+        stock = Conditions(self.pipe, call, self.condition, self.memory, self.store, self.device, self.encoders)
+        self.made[size] = SizedPart(call, stock.with_text(self.text), stock, noise, steps.cpu())
+        return self.made[size]
+
+    def take_text(self, text: TrainedText) -> None:
+        """Encode captions by text encoders that train, from here on."""
+        self.text = text
+        self.made = {size: replace(one, conditions=one.stock.with_text(text)) for size, one in self.made.items()}
+
+    def trace_form(self, module: Variants, size: Size, count: int, added: AddedInputs) -> None:
+        """Let a module that takes several forms of call have that of the training, of this size and of so many samples, with
+        what passes take beside."""
+        one = self.of(size)
+        condition = one.stock.one(PROMPTS[0], self.example_arguments(size))
+        for number in dict.fromkeys((count, 1)) if one.call.batching.lists else (count,):
+            x = torch.zeros(number, *one.call.shape, device=self.device)
+            time = one.noise.time(one.steps[:1].expand(number)).to(self.device)
+            choose_module(module, (), {**one.call([condition] * number, x, time), **added.example(number, size)})
 
     def _observation(self, size: Size) -> Observation:
         """Observe the pipeline for pictures of a size. Raises SpecError, of a condition where one is lacking."""

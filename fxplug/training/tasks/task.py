@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ...core.errors import SpecError, did_you_mean, format_fields
+from ...core.ir.traced_module import TracedModule
 from ..import_paths import construct, import_name
 from ..random_draws import Draws
 from ..train_section import read_use
@@ -51,6 +53,25 @@ class TaskInfo:
     __repr__ = format_fields
 
 
+@dataclass
+class TrainedPart:
+    """A further model of a pipeline that trains in a run: the rewritten `module`, and what steps call, its `runner`.
+
+    `encodes` says that it is a text encoder: it runs as it was traced, in evaluation but for what passes added. `settings` are
+    values of the section train that are its own, such as `lr`.
+    """
+
+    module: TracedModule
+    encodes: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    runner: nn.Module = field(init=False)
+
+    __repr__ = format_fields
+
+    def __post_init__(self) -> None:
+        self.runner = self.module
+
+
 class Task:
     """What is learnt from a batch. A task of one's own is a subclass with a `loss`; the options are its constructor's.
 
@@ -64,7 +85,9 @@ class Task:
     best: ClassVar[str | None] = None  # the metric of `test` of which the highest is the best
     reads: ClassVar[tuple[str, ...]] = ()  # of `loss_scale`, `cond_dropout`, `loss_mask` and `prior`, what it goes by
     encoder: FolderText | None = None  # what turns captions into tensors, where plugins may look at it
-    trains = False  # whether something of `encoder` trains too
+    trains = False  # whether something of `encoder`, or in `beside`, trains too
+    beside: Mapping[str, TrainedPart] = MappingProxyType({})  # models that train beside the module, by name
+    part = ""  # the name of the module in a pipeline
 
     def setup(self, module: nn.Module, info: TaskInfo) -> None:
         """Get ready, once, with the rewritten module, before anything else.
