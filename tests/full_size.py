@@ -206,7 +206,9 @@ def count(name: str) -> Count:
     of_pipeline = config.model.kind == "pipeline"
     quantize = getattr(config.model, "quantize", None)
     weights = total * (BYTES[quantize] if of_pipeline else 4.0) + model.beside * 1e9 * 2
-    memory = weights + 16 * trains + results(gm, bool(config.train.checkpointing))
+    part = getattr(config.model, "part", None)
+    alike = len(part) if isinstance(part, list) else 1  # models that train in each step
+    memory = weights + alike * (16 * trains + results(gm, bool(config.train.checkpointing)))
     text = ", ".join(f"{key} {n}" for key, n in found.items())
     text += f": {total / 1e6:.1f} M frozen, {trains / 1e6:.2f} M train"
     return Count(text, total, model.published * 1e9, math.ceil(memory / 1e9) + 1)

@@ -21,7 +21,7 @@ from ..core.spec.yaml_source import (
     quote_yaml,
     validate,
 )
-from .task_section import SCHEDULES, TASKS, ClassifyOptions, DenoiseOptions, Schedule, TextOptions
+from .task_section import SCHEDULES, TASKS, ClassifyOptions, DenoiseOptions, PipelineTextOptions, Schedule, TextOptions
 
 Stop = Literal["stop", "continue"]
 LONGEST_SIDE = 65536  # of an image, pixels
@@ -412,6 +412,7 @@ TRAIN = ConfigSection(
         ClassifyOptions: "`train.task`, below `classify`",
         DenoiseOptions: "`train.task`, below `denoise`",
         TextOptions: "`train.task.denoise.text`, below a folder",
+        PipelineTextOptions: "`train.task.denoise.text`, below a text encoder of a pipeline",
     },
     {(Train, "task"): TASKS, (Train, "scheduler"): SCHEDULES},
 )
