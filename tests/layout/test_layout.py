@@ -246,6 +246,7 @@ TABLES = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"} 
 ELSEWHERE = {"_getframe", "_current_frames", "_exit", "_replace", "_fields"}  # documented, of sys, os and of named tuples
 ELSEWHERE |= {"_shared_state", "_reset_state", "_ParameterKind", "_run_exitfuncs"}  # of accelerate, inspect, atexit
 ELSEWHERE |= {"_blocks"}  # of a modular pipeline of diffusers, which has no other name for them
+ELSEWHERE |= {"_lora_loadable_modules"}  # which models a loader of diffusers reads layers of: it says so nowhere else
 # what else of torch a file may name; tests/test_torch_internals.py holds these as well
 REACHED = {
     # its class is a GraphModule, and keeps one of each for each mode; the others are its own, set by name

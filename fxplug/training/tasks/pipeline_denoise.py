@@ -32,7 +32,7 @@ from .pipeline_conditions import Store, group
 from .pipeline_encoders import Size, draw_sample, get_pictures, get_size
 from .pipeline_options import AS_SAMPLED, check_names
 from .pipeline_samples import PipelineSamples, make_sample_arguments
-from .pipeline_text import TrainedText, read_text, rewrite_encoders
+from .pipeline_text import TrainedText, apply_to_encoders, read_text
 from .preservation import without_training
 from .sized_parts import SizedPart, SizedParts
 from .task import Batch, Task, TaskInfo, Totals, TrainedPart
@@ -187,7 +187,7 @@ class PipelineDenoise(Task):
             if isinstance(model, nn.Module) and name not in self.denoisers:  # gradients are for what passes add
                 model.requires_grad_(requires_grad=False)
         one, size = self.sized.of(self.size), (self.size[-2], self.size[-1])
-        parts = rewrite_encoders(self.pipe, self.given, size, self.wanted_text, self.info.base, self.info.seed)
+        parts = apply_to_encoders(self.pipe, self.given, size, self.wanted_text, self.info.base, self.info.seed)
         text = TrainedText(self.pipe, parts, self.device)
         text.check_gradients(one.call, {**one.stock.prompt(PROMPTS[0]), **self.sized.example_arguments(self.size)})
         self.beside = {**self.beside, **parts}

@@ -114,7 +114,7 @@ def read_text(pipe: Any, given: Any) -> dict[str, PipelineTextOptions]:
     return read
 
 
-def rewrite_encoders(
+def apply_to_encoders(
     pipe: Any, call: Mapping[str, Any], size: tuple[int, int], text: Mapping[str, PipelineTextOptions], base: Path, seed: int
 ) -> dict[str, TrainedPart]:
     """Trace text encoders of a pipeline and apply passes to them.
