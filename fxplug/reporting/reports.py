@@ -55,7 +55,7 @@ def report(
     if out is not None:
         check_kind(out)
     home = None if folder is None else Path(folder)
-    saved = home and next((path for path in (home / "module", home) if (path / "manifest.json").is_file()), None)
+    saved = home and _find_saved(home)
     page = gather_contents(base, new, checks=checks, manifest=read_manifest(saved) if saved else None)
     if home is not None:
         page.run = read_run(home)
@@ -79,7 +79,7 @@ def report_folder(
     if out is not None:
         check_kind(out)
     home = Path(folder)
-    saved = next((path for path in (home / "module", home) if (path / "manifest.json").is_file()), None)
+    saved = _find_saved(home)
     run = read_run(home)
     if saved is None and run is None:
         kind = "is not a folder" if home.exists() else "does not exist"
@@ -101,6 +101,12 @@ def report_folder(
     if out is not None:
         write(page, out)
     return page
+
+
+def _find_saved(home: Path) -> Path | None:
+    """Return the folder of the saved module in that of a run, or itself; the first of several models of a pipeline."""
+    return next((path.parent for path in (home / "module" / "manifest.json", home / "manifest.json",
+                                          *sorted(home.glob("module/*/manifest.json"))) if path.is_file()), None)  # fmt: skip
 
 
 KINDS = ("", ".html", ".htm", ".json")  # the endings of what can be written
