@@ -332,7 +332,9 @@ def _open_files(folder: Path, stack: contextlib.ExitStack, limits: Limits) -> Sn
     with report_errors(make_reporter(folder)):
         names = os.listdir(folder)
     if MANIFEST not in names:
-        raise ArtifactError(f"{folder} is not an artifact: it has no {MANIFEST}")
+        inside = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}"))[:5]
+        more = f"; these in it have one: {', '.join(map(quote, inside))}" if inside else ""
+        raise ArtifactError(f"{folder} is not an artifact: it has no {MANIFEST}{more}")
 
     def open_file(name: str) -> BinaryIO:
         # no link that leads out of the folder, or of the hub's cache, and nothing that waits or does something when opened
