@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import networkx
@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from ...core.errors import SpecError
 from ...core.ir import functions
+from ...core.ir.containers import find_tensor
 from ...core.ir.graph import is_added
 from ...core.ir.subgraphs import RegionCut, may_share_memory
 from ...core.ir.traced_module import check_traced, list_class_names
@@ -72,6 +73,42 @@ def choose(
     choices = [choose_within(limit) for limit in sorted({inside[key] for key in leaving})]
     _, regions = min(choices, key=lambda row: row[0], default=(math.inf, []))
     return sorted(regions, key=lambda key: members[key][0])
+
+
+def choose_blocks(
+    graph: fx.Graph,
+    members: Mapping[str, list[fx.Node]],
+    root: nn.Module,
+    cut: Callable[[str, list[fx.Node]], RegionCut | str],
+) -> list[str]:
+    """Choose the outermost repeated regions of a graph that hold weights, in the order they run; none if nothing is repeated.
+
+    Regions are repeated as in `choose`. One with less than a thousandth of the model's weights is none.
+    """
+    tree = _nesting_tree(graph, members)
+    structures = {key: hash(_structure(nodes, root)) for key, nodes in members.items() if not _is_leaf(key, nodes)}
+    places: dict[int, set[fx.Node]] = {}
+    for key, structure in structures.items():
+        places.setdefault(structure, set()).add(members[key][0])  # what is all of what is around it is no other region
+    least = SMALL * _weight_bytes(graph.nodes, root)
+    found: list[str] = []
+    todo = [""]
+    while todo and "" in tree:  # which it is not where no module is around a node
+        for key in tree.successors(todo.pop()):
+            repeated = key in structures and len(places[structures[key]]) > 1 and _weight_bytes(members[key], root) >= least
+            (found if repeated and isinstance(cut(key, members[key]), RegionCut) else todo).append(key)
+    return sorted(found, key=lambda key: members[key][0])
+
+
+def _weight_bytes(nodes: Iterable[fx.Node], root: nn.Module) -> int:
+    """Return the size of the parameters that nodes read."""
+    found: dict[int, int] = {}
+    for node in nodes:
+        if node.op == "call_module":
+            found.update({id(p): p.nbytes for p in root.get_submodule(str(node.target)).parameters()})
+        elif node.op == "get_attr" and isinstance(value := find_tensor(root, str(node.target)), nn.Parameter):
+            found[id(value)] = value.nbytes
+    return sum(found.values())
 
 
 def _is_leaf(key: str, nodes: list[fx.Node]) -> bool:

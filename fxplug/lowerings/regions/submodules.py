@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,10 +23,16 @@ from ...core.spec.addresses import select
 from ...core.spec.rules import Match
 from ...core.torch_internals.modules import NormBase
 from ...core.torch_internals.tensors import version
-from .choice import check_outlinable, choose
+from .choice import check_outlinable, choose, choose_blocks
 
 
-def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoint: bool = False) -> TracedModule:
+def outline(
+    gm: TracedModule,
+    regions: Sequence[str] | None = None,
+    *,
+    checkpoint: bool = False,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+) -> TracedModule:
     """Return a module with chosen regions as submodules, on shared parameters and buffers; `gm` is unchanged.
 
     `regions` are path patterns (exact, glob, slices, `re:`); of nested regions the outer one is used. Blocks of a pass belong
@@ -35,7 +41,8 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
     returns parameters and buffers under their names in `gm`.
 
     With `checkpoint` each region's activations are recomputed in the backward pass, in either mode (Chen et al. 2016, arXiv
-    1604.06174): random numbers are drawn as before, and buffers that it writes are written once.
+    1604.06174): random numbers are drawn as before, and buffers that it writes are written once. `wrap` puts a module around
+    that of each region.
 
     Raises MatchError for a pattern that matches nothing and when there is nothing repeated to choose; SpecError for a named
     region that cannot be cut out or checkpointed, with the reason.
@@ -68,7 +75,31 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
             parts[key] = {m: extract(c, f"{home}.{names[key]}", names[key], stacks[m])[0] for m, c in cuts.items()}
     if not parts:
         raise MatchError("the model has no repeated regions that can be outlined: name the regions yourself")
-    return _assembled(gm, graphs, parts, home, names, checkpoint)
+    return _assembled(gm, graphs, parts, home, names, checkpoint, wrap)
+
+
+def list_blocks(gm: TracedModule, *, checkpoint: bool = False) -> list[str]:
+    """List the outermost repeated regions with weights, as `outline` takes them; none where nothing is repeated.
+
+    Args:
+        gm: The traced module.
+        checkpoint: Whether their activations are to be computed again.
+
+    Returns:
+        The regions that can be cut out in each mode, in the order they run.
+    """
+    graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
+    inside = {mode: collect_nodes(graph) for mode, graph in graphs.items()}
+
+    def cut_at(key: str, nodes: list[fx.Node]) -> RegionCut | str:
+        found: list[RegionCut | str] = [plan(key, inside[mode][key], gm) for mode in graphs if key in inside[mode]]
+        cuts = [cut for cut in found if isinstance(cut, RegionCut)]
+        if len(cuts) < len(found) or (checkpoint and any(find_changed_input(cut.nodes, cut.inputs, gm) for cut in cuts)):
+            return "cannot be cut out"
+        return cuts[0]
+
+    train = True in graphs
+    return choose_blocks(graphs[train], inside[train], gm, cut_at)
 
 
 def get_originals(outlined: TracedModule) -> dict[str, Tensor]:
@@ -181,6 +212,7 @@ def _assembled(
     home: str,
     names: Mapping[str, str],
     checkpoint: bool,
+    wrap: Callable[[nn.Module], nn.Module] | None,
 ) -> TracedModule:
     """Assemble the outlined module: a region owns what it alone uses, the root the rest."""
     tree = strip_to_container(gm)
@@ -195,6 +227,7 @@ def _assembled(
         region = TracedModule(_subtree(tree, targets), dict(parts[key]))
         region.meta = {"region": key}
         made[key] = CheckpointedRegion(region, _mutated_buffers(parts[key], region)) if checkpoint else region
+    made = made if wrap is None else {key: wrap(module) for key, module in made.items()}
     used = {target for target in _targets(graphs.values()) if not target.startswith(f"{home}.")}
     _prune(tree, used, set().union(*own.values()))
     holder = Container(("Regions",))
