@@ -22,6 +22,9 @@ COUNTS = (*SIDES, "num_frames", "num_inference_steps")  # of which 0 would be th
 PICTURES = ("image", "control_image", "mask_image", "init_image")  # grey, where a pipeline does not run without
 GUIDANCE = ("guidance_scale", "true_cfg_scale")
 RESULTS = ("images", "videos")  # what modular pipelines call what they draw
+LONGER = "{}, in every detail, in front of a large house"  # a text of another length
+TEXTS = (1, 2, 3, 4)  # so many at a time, of which one may be longer
+STEPS = {"height": (8, 16, 32, 64), "width": (8, 16, 32, 64), "num_frames": (4, 8)}  # to the next larger size
 FARTHEST = 256  # so many pixels from a size that cannot be drawn the next one is looked for
 
 
@@ -76,16 +79,44 @@ class ExampleCall:
             return self.first()
 
     def forms(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Yield what the part is called with for one text and for two, with guidance and without: first calls, as they differ
-        for models that take samples in lists."""
+        """Yield what the part is called with in the forms in which it may be called, each once, by the sizes of its tensors and
+        its other values: first calls for one text and for two, with guidance and without; for more texts, of the same length
+        or not, where samples are in lists; and in the sizes next to the call's own."""
         guided: list[dict[str, Any]] = [{}]
         for name in self.names.intersection(GUIDANCE):
             negative = {"negative_prompt": ""} if "negative_prompt" in self.names else {}
             guided += [{name: 0.0}, {name: 1.0}, {name: 4.0, **negative}]
-        for count in (1, 2):
-            for changes in guided:
-                with contextlib.suppress(Exception):  # a value that this pipeline does not take
-                    yield self.first(count, **changes)
+        listed = isinstance(self._sizes({}), tuple) and any(isinstance(v, list) for v in self._sizes({})[1].values())
+        counts = TEXTS if listed else TEXTS[:2]
+        longer = {name: LONGER.format(value) for name, value in self.arguments.items() if _is_text(name, value)}
+        seen = set()
+        for count, changes in (
+            *((count, changes) for count in counts[:2] for changes in guided), *((count, {}) for count in counts[2:]),
+            *((1, {n: [self.arguments[n]] * (count - 1) + [text] for n, text in longer.items()}) for count in counts[1:]),
+            *((count, changes) for changes in self._other_sizes() for count in counts[: 1 + listed]),
+        ):  # fmt: skip
+            with contextlib.suppress(Exception):  # a value that this pipeline does not take
+                given = self.first(count, **changes)
+                form = repr(map_leaves(given, lambda tensor, _: (tuple(tensor.shape), tensor.dtype)))
+                if form not in seen:
+                    seen.add(form)
+                    yield given
+
+    def _other_sizes(self) -> Iterator[dict[str, int]]:
+        """Yield arguments for the sizes next to the call's own, for which Python decides otherwise most often: a side is that
+        of the example, or is even."""
+        larger: dict[int, dict[str, int]] = {0: {}, 1: {}}
+        here = self._sizes({})
+        for name, steps in STEPS.items():
+            own = self.arguments.get(name)
+            if isinstance(own, int) and name in self.names:
+                # the next one that the pipeline takes, and one with this one's factors of 2, which its model takes, too
+                found = (own + n for n in steps if self._sizes({name: own + n}) not in (None, here))
+                for n, side in enumerate((next(found, own), own + min(own & -own, steps[-1]))):
+                    larger[n][name] = side
+        for changes in larger.values():
+            yield from ({name: side} for name, side in changes.items())
+            yield changes
 
     def check_size(self) -> None:
         """Raise SpecError for a height or a width that the pipeline would round to another one, which it draws.

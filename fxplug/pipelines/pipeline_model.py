@@ -12,15 +12,14 @@ from ..config.models.factory import find_device
 from ..config.models.state_dict import load_weights
 from ..config.run_config import Config
 from ..core.errors import FxplugError, SpecError, did_you_mean
-from ..core.ir.entry_checks import find_refusal
 from ..core.ir.traced_module import TracedModule
+from .call_forms import FORMS, add_call_forms
 from .diffusers_types import pipeline_part
 from .example_call import ExampleCall, call_arguments, encode_once
 from .opening import call_parameters, open_pipeline, quantize_part, silence_libraries
 from .tracing import find_models, record_first_calls
 
 NAMES = ("unet", "transformer", "prior", "decoder")  # how the names of denoisers begin
-FORMS = 32  # so many forms of call a part may get a graph for: sizes of buckets are some
 
 
 def build_pipeline_model(config: Config, *, device: str | None = None) -> BuiltModel:
@@ -73,9 +72,8 @@ def _built(call: ExampleCall, mode: str, meta: bool) -> BuiltModel:
     def complete(traced: TracedModule) -> TracedModule:
         made = pipeline_part(traced, model, FORMS)
         with encode_once(pipe):
-            for given in () if meta else call.forms():
-                if all(find_refusal(each, *given) is not None for each in made.modules_by_form):
-                    made.add_variant(*given)
+            if not meta:
+                add_call_forms(made, call)
         return made
 
     return BuiltModel(model, inputs, pipe, complete, call.part)

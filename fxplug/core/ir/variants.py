@@ -70,6 +70,10 @@ Kwargs = dict[str, Any]
 Retrace = Callable[["Variants", Args, Kwargs], TracedModule]
 V = TypeVar("V", bound="Variants")
 
+NO_MODEL = (
+    "the module was loaded from an artifact, and the model to trace is not available: call it in this form before it is saved; "
+    "in a configuration name the size in data.size, data.buckets or model.call, or give model.call as many texts"
+)
 LIMIT = 8  # graphs that a module gets beside its first
 
 
@@ -189,7 +193,7 @@ class Variants(TracedModule):
                 "the steps of a cache, or its graph was edited by hand): do it to a trace for this call"
             )
         if cache.retrace is None:
-            raise GuardError("the module was loaded from an artifact, and the model to trace is not available")
+            raise GuardError(NO_MODEL)
         if len(cache.made) >= cache.limit:
             rows = "; ".join(quote(row, 120) for row in self.variants)
             raise GuardError(

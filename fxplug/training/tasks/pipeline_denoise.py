@@ -158,8 +158,8 @@ class PipelineDenoise(Task):
         for name, denoiser in self.denoisers.items():
             for size in sizes:
                 denoiser.of(size, check=name == self.part)
-                if isinstance(one := modules[name], Variants):
-                    denoiser.trace_form(one, size, self.batch, self.added)
+            if isinstance(one := modules[name], Variants):
+                denoiser.trace_forms(one, sizes, self.batch, self.added)
         if self.preserve is None and self.preserve_weight != 1:
             raise SpecError("has no effect without 'preserve'", path=("preserve_weight",))
         if self.preserve is not None:

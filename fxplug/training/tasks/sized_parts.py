@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ...core.errors import SpecError, format_fields, quote
 from ...core.ir.variants import Variants, choose_module
+from ...pipelines.call_forms import add_size_forms
 from ...pipelines.denoiser_call import DenoiserCall, make_denoiser_call
+from ...pipelines.example_call import ExampleCall, call_arguments, encode_once
 from ...pipelines.observation import PROMPTS, Observation, confirm, observe
 from ...pipelines.opening import call_parameters
 from ...pipelines.recorded_run import get_components
@@ -150,15 +152,24 @@ class SizedParts:
         self.text = text
         self.made = {size: replace(one, conditions=one.stock.with_text(text)) for size, one in self.made.items()}
 
-    def trace_form(self, module: Variants, size: Size, count: int, added: AddedInputs) -> None:
-        """Let a module that takes several forms of call have that of the training, of this size and of so many samples, with
-        what passes take beside."""
-        one = self.of(size)
-        condition = one.stock.one(PROMPTS[0], self.example_arguments(size))
-        for number in dict.fromkeys((count, 1)) if one.call.batching.lists else (count,):
-            x = torch.zeros(number, *one.call.shape, device=self.device)
-            time = one.noise.time(one.steps[:1].expand(number)).to(self.device)
-            choose_module(module, (), {**one.call([condition] * number, x, time), **added.example(number, size)})
+    def trace_forms(self, module: Variants, sizes: Iterable[Size], count: int, added: AddedInputs) -> None:
+        """Let a module that takes several forms of call have those of the training, of these sizes and of so many samples with
+        what passes take beside, and those in which its pipeline draws."""
+        for size in sizes:
+            one = self.of(size)
+            condition = one.stock.one(PROMPTS[0], self.example_arguments(size))
+            for number in dict.fromkeys((count, 1)) if one.call.batching.lists else (count,):
+                x = torch.zeros(number, *one.call.shape, device=self.device)
+                time = one.noise.time(one.steps[:1].expand(number)).to(self.device)
+                choose_module(module, (), {**one.call([condition] * number, x, time), **added.example(number, size)})
+        if added.names:  # which a pipeline does not give
+            return
+        with encode_once(self.pipe):
+            for size in sizes:
+                seen = self.of(size).call.observation.call
+                given: dict[str, Any] = {name: seen[name] for name in ("height", "width", "num_frames") if name in seen}
+                given |= {**self.given, **self.example_arguments(size)}
+                add_size_forms(module, ExampleCall(self.pipe, self.part, call_arguments(self.pipe, given, None)))
 
     def _observation(self, size: Size) -> Observation:
         """Observe the pipeline for pictures of a size. Raises SpecError, of a condition where one is lacking."""
