@@ -17,6 +17,7 @@ import stat
 import tempfile
 import threading
 import types
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NoReturn, cast
@@ -27,6 +28,10 @@ try:
     import fcntl
 except ImportError:  # Windows: nothing says there whether a folder is in use, so none is swept, and saves do not wait
     fcntl = None  # type: ignore[assignment]
+
+
+PATIENCE = 5.0  # seconds that a save waits for another one before it says so
+_THREADS = threading.RLock()  # of this process, in its own temporary folders
 
 
 @contextlib.contextmanager
@@ -133,14 +138,42 @@ def _finish(path: Path) -> None:
 def lock_folder(path: Path) -> Iterator[int | None]:
     """Hold a folder against others who ask for it too, where the system can: on some network file systems it cannot.
 
+    A temporary folder of this process is locked for as long as it is there: inside it threads wait for each other alone. Warns
+    of a folder that another process holds for longer than `PATIENCE` seconds, and waits on.
+
     Yields the handle that locks it, None where it could not be locked.
     """
-    handle = _lock_folder(Path(os.path.realpath(path)))
+    path = Path(os.path.realpath(path))
+    if (own := _OWN.get(_identity(path))) is not None:
+        with _THREADS:
+            yield own
+        return
+    handle = _lock_folder(path, wait=False)
+    if handle is None:
+        note = threading.Timer(PATIENCE, _warn_of_waiting, (path,))
+        note.daemon = True
+        note.start()
+        try:
+            handle = _lock_folder(path)
+        finally:
+            note.cancel()
     try:
         yield handle
     finally:
         if handle is not None:
             os.close(handle)
+
+
+def _warn_of_waiting(path: Path) -> None:
+    warnings.warn(f"waiting for {path}, which another process has locked: is it still running?", stacklevel=1)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Return what tells a folder from all others; (0, 0) for one that is not there."""
+    with contextlib.suppress(OSError):
+        there = path.stat()
+        return there.st_dev, there.st_ino
+    return 0, 0
 
 
 @contextlib.contextmanager
@@ -235,6 +268,9 @@ def find_whole_folder(target: Path) -> Path:
 # --- temporary folders
 
 
+_OWN: dict[tuple[int, int], int] = {}  # the handles that lock the temporary folders of this process, by what they are
+
+
 class Folder:
     """A folder named `prefix` and something random, in `parent` or where the system has temporary files; ours alone."""
 
@@ -244,7 +280,10 @@ class Folder:
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
             self._lock = _lock_folder(self.path)
+            self._identity = _identity(self.path)
             if self.path.is_dir():  # or else swept by another process, before the lock was on it
+                if self._lock is not None:
+                    _OWN[self._identity] = self._lock
                 return
             self._unlock()
 
@@ -255,6 +294,7 @@ class Folder:
 
     def _unlock(self) -> None:
         if self._lock is not None:
+            _OWN.pop(self._identity, None)
             os.close(self._lock)
             self._lock = None
 
