@@ -17,9 +17,10 @@ from torch import nn
 import fxplug
 from fxplug.core.ir.comparison import measure_distance
 from fxplug.core.ir.containers import list_leaves
+from fxplug.parallel import local_weights
 from fxplug.parallel.planning.trials import ShardTrials
 from fxplug.parallel.runtime.mesh import fill_degrees
-from fxplug.parallel.runtime.pretended import run_simulated
+from fxplug.parallel.runtime.pretended import make_position, run_simulated
 from fxplug.parallel.runtime.shares import AllReduceMean, Count, Once, Part
 
 CLOSE = 1e-6
@@ -307,6 +308,17 @@ def test_wrong_calls_are_told():
         fxplug.parallel_plan(alone, torch.randn(2, 3), tensor=2)
     with pytest.raises(fxplug.SpecError, match="localize takes a parallel module"):
         fxplug.localize(gm)
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_parts_of_weights_are_not_saved_as_if_they_were_whole(lowered, tmp_path, monkeypatch):
+    gm = fxplug.lower(own("separate")) if lowered else own("separate")
+    new = fxplug.parallelize(gm, fxplug.parallel_plan(gm, inputs(), tensor=2, check=False))
+    monkeypatch.setattr(local_weights, "find_position", lambda ways, mesh: make_position(ways, 0))
+    assert fxplug.localize(new).meta["parts"]
+    with pytest.raises(fxplug.ArtifactError, match="this process has only its shard of .* weights"):
+        fxplug.save(new, tmp_path / "never")
+    assert not (tmp_path / "never").exists()
 
 
 def learn(new):

@@ -19,7 +19,7 @@ from torch import nn
 from ... import __version__
 from ...blocks.base import LowRank
 from ..errors import DEFAULT, ArtifactError, Limits, SpecError, quote
-from ..extensions import get_derivation
+from ..extensions import Derivation, get_derivation
 from ..hub_names import find_local, name_repository
 from ..ir.containers import Container
 from ..ir.graph import note_tied
@@ -215,7 +215,12 @@ def _named_classes(document: dict[str, Any]) -> list[str]:
 def _saved_form(module: TracedModule) -> TracedModule:
     """What a file has of a module: what a lowered one was made from. Raises ArtifactError for one with parts of weights."""
     derivation = get_derivation(module)
-    return module if derivation is None else derivation.saved_form(module)
+    if derivation is None:
+        return module
+    for part in module.modules():  # a module that was lowered and then split over processes is derived twice
+        if isinstance(part, Derivation) and part is not derivation:
+            part.saved_form(module)
+    return derivation.saved_form(module)
 
 
 def _document(
