@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 import venv
@@ -79,22 +80,29 @@ assert torch.allclose(fxplug.load_onnx("model.onnx")(torch.ones(1, 4)), gm(torch
 PROGRAMS = {"": RUN, "train": TRAIN, "report": REPORT, "onnx": ONNX}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("extra", PROGRAMS)
-def test_a_wheel_runs_without_what_tests_need(tmp_path, monkeypatch, extra):
-    monkeypatch.delenv("PYTHONPATH", raising=False)
+def run(*command, **options):
+    """Run a command as a user does who has nothing of ours on the path, and return what it prints."""
+    told = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=told, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
-    def run(*command, **options):
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
 
-    source = tmp_path / "source"  # built elsewhere: setuptools leaves folders beside what it builds
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # built elsewhere: setuptools leaves folders beside what it builds
     source.mkdir()
     for name in ("setup.cfg", "pyproject.toml", "README.md", "fxplug", "passes", "configs"):
         run("cp", "-r", ROOT / name, source)
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, source)
-    (wheel,) = tmp_path.glob("fxplug-*.whl")
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source)
+    (made,) = folder.glob("fxplug-*.whl")
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", PROGRAMS)
+def test_a_wheel_runs_without_what_tests_need(tmp_path, wheel, extra):
     venv.create(tmp_path / "empty", symlinks=True)
     python = tmp_path / "empty/bin/python"
     (packages,) = (tmp_path / "empty/lib").glob("python*/site-packages")
