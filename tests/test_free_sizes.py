@@ -31,6 +31,7 @@ OPERATIONS = {
     "sorted": lambda x: x.flatten(1).sort(-1)[0],
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
 }
+OPTIONS = {"aoti": exports_made.QUICK}
 FREE = ["convolution", "sorted", "attention"]  # of every size
 
 
@@ -51,7 +52,7 @@ class Of(nn.Module):
 
 def exported(name, to, folder):
     gm = fxplug.trace(Of(OPERATIONS[name]).eval(), X)
-    made = fxplug.export(gm, folder, X, to=to)
+    made = fxplug.export(gm, folder, X, to=to, options=OPTIONS.get(to))
     return made, fxplug.load_onnx(made.path) if to == "onnx" else fxplug.load_package(made.path, trusted=True)
 
 
@@ -101,7 +102,7 @@ def test_a_size_that_stays_is_that_of_the_example(tmp_path):
 @pytest.mark.parametrize("dims", [(0,), ()])
 def test_what_is_squeezed_is_not_1_where_it_was_not(dims, to, tmp_path):
     gm = fxplug.trace(Of(lambda x: x.squeeze(*dims)).eval(), X)
-    model = exports_made.LOAD[to](fxplug.export(gm, tmp_path, X, to=to).path)
+    model = exports_made.LOAD[to](fxplug.export(gm, tmp_path, X, to=to, options=OPTIONS.get(to)).path)
     torch.testing.assert_close(torch.as_tensor(model(X[:, :, :5].repeat(2, 1, 1, 1))), gm(X[:, :, :5].repeat(2, 1, 1, 1)))
     with pytest.raises(GuardError, match=r"for inputs with x.shape\[0\] != 1"):
         model(X[:1])
@@ -110,7 +111,7 @@ def test_what_is_squeezed_is_not_1_where_it_was_not(dims, to, tmp_path):
 @pytest.mark.parametrize("to", ["onnx", pytest.param("aoti", marks=pytest.mark.slow)])
 def test_a_tensor_that_is_given_twice_and_one_within_a_dict(to, tmp_path):
     gm = fxplug.trace(Pooled().eval(), (X, X), {"more": {"y": X}})
-    made = fxplug.export(gm, tmp_path, (X, X), {"more": {"y": X}}, to=to)
+    made = fxplug.export(gm, tmp_path, (X, X), {"more": {"y": X}}, to=to, options=OPTIONS.get(to))
     model = fxplug.load_onnx(made.path) if to == "onnx" else fxplug.load_package(made.path, trusted=True)
     torch.testing.assert_close(torch.as_tensor(model(X, X, more={"y": X})), gm(X, X, more={"y": X}))
     with pytest.raises(GuardError, match=r"more\['y'\]"):
