@@ -28,8 +28,9 @@ def pytest_addoption(parser):
     parser.addoption("--golden", action="store_true", help="write the golden files anew instead of comparing")
 
 
-# files with tests of a minute: they begin first, or one process would wait for another at the end
-LONG = ("test_extensions.py", "test_tutorials.py", "test_examples.py")
+# files with the longest tests: they begin first, or one process would wait for another at the end
+LONG = ("test_extensions.py", "test_tutorials.py", "test_examples.py", "test_kernels.py", "test_onnx_operations.py",
+        "test_roofline.py", "test_part_modes.py", "test_train_state.py")  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
