@@ -30,7 +30,7 @@ from .user_code import (
     find_user_frame,
     is_counting_distinct,
     is_irrelevant_branch,
-    parse_source,
+    list_nodes,
 )
 
 Place = tuple[int, int, int, int]  # line, column, last line, last column
@@ -113,15 +113,17 @@ def _place(node: ast.expr) -> Place:
     return node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _reads(file: str) -> SourceDtypes:
     found = SourceDtypes(set(), {}, {})
-    for node in ast.walk(parse_source(file)):
-        if isinstance(node, ast.Call) and (uses := _uses(node)):
-            found.uses[_place(node)] = uses
+    for call in list_nodes(file, ast.Call):
+        if uses := _uses(call):
+            found.uses[_place(call)] = uses
             found.given.update(use.read for use in uses if use.read)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            found.held.update(_find_dtype_names(node))
+    lines = [node.lineno for node in list_nodes(file, ast.Assign) if _is_dtype(node.value)]
+    for function in list_nodes(file, ast.FunctionDef, ast.AsyncFunctionDef):
+        if any(function.lineno <= line <= function.end_lineno for line in lines):
+            found.held.update(_find_dtype_names(function))
     return found
 
 
@@ -145,12 +147,14 @@ def _uses(call: ast.Call) -> list[DtypeUse]:
     return uses
 
 
+def _is_dtype(value: ast.expr) -> bool:
+    return isinstance(value, ast.Attribute) and value.attr == "dtype"
+
+
 def _find_dtype_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[Place, str]:
     """Reads that go into a name which is set once, and then given to torch functions only."""
     inside = list(ast.walk(function))
-    reads = [n for n in inside if isinstance(n, ast.Assign) and isinstance(n.value, ast.Attribute) and n.value.attr == "dtype"]
-    if not reads:
-        return {}
+    reads = [n for n in inside if isinstance(n, ast.Assign) and _is_dtype(n.value)]
     names = [n for n in inside if isinstance(n, ast.Name)]
     calls = [use.name for n in inside if isinstance(n, ast.Call) for use in _uses(n)]
     found = {}

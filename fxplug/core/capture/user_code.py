@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import dis
 import inspect
 import io
@@ -172,17 +173,17 @@ def is_inside_try(frame: FrameType | None, error: str = "") -> bool:
     return any(error in ("", *names) and _swallows(frame, items) for items, names in _around(frame, _lines_in_try))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _lines_in_try(file: str) -> list[Any]:
     """Return the statements in each `try` with a handler that does not end by raising, with the names of the handled errors.
 
     Also those in each `with` whose manager may swallow an error, as `suppress` does: all that are not known to pass errors
     on.
     """
-    tries = [n for n in ast.walk(parse_source(file)) if isinstance(n, ast.Try)]
+    tries = list_nodes(file, ast.Try)
     passing = [n for n in tries if not all(isinstance(handler.body[-1], ast.Raise) for handler in n.handlers)]
     kinds = [[n.id for h in t.handlers if h.type for n in ast.walk(h.type) if isinstance(n, ast.Name)] for t in passing]
-    withs = [w for w in ast.walk(parse_source(file)) if isinstance(w, (ast.With, ast.AsyncWith))]
+    withs = list_nodes(file, ast.With, ast.AsyncWith)
     swallowing = [w for w in withs if not all(_called(item.context_expr) in PASSING for item in w.items)]
     places = [_place(part, (None, names)) for n, names in zip(passing, kinds, strict=True) for part in n.body]
     return places + [_place(part, (w.items, _names(w.items))) for w in swallowing for part in w.body]
@@ -238,10 +239,12 @@ def is_comparing_identity(frame: FrameType | None) -> bool:
     return frame is not None and bool(_identities(frame.f_code.co_filename)) and any(_around(frame, _identities))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _identities(file: str) -> list[Any]:
     """Return the functions with an `a is b` in which neither is a constant."""
-    functions = [n for n in ast.walk(parse_source(file)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
+    if not any(map(_asks_identity, list_nodes(file, ast.Compare))):
+        return []
+    functions = list_nodes(file, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
     return [_place(f, True) for f in functions if any(map(_asks_identity, ast.walk(f)))]
 
 
@@ -268,10 +271,10 @@ def is_counting_distinct(frame: FrameType) -> bool:
     return at is not None and at in _counted_sets(frame.f_code.co_filename)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _counted_sets(file: str) -> set[tuple[int, int, int, int]]:
     """Return the positions of the calls of `set` of which only the length is used."""
-    calls = [n for n in ast.walk(parse_source(file)) if isinstance(n, ast.Call) and n.args]
+    calls = [n for n in list_nodes(file, ast.Call) if n.args]
     counts = [n for n in calls if getattr(n.func, "id", "") == "len"]
     sets: list[Any] = [n.args[0] for n in counts if isinstance(n.args[0], ast.Call) and _called(n.args[0]) == "set"]
     return {(n.lineno, n.col_offset, n.end_lineno, n.end_col_offset) for n in sets}
@@ -287,7 +290,7 @@ def is_calling_cached(frame: FrameType) -> bool:
 @lru_cache(maxsize=64)
 def _calls(file: str) -> dict[tuple[int, int, int | None, int | None], ast.expr]:
     """Return the function of each call in a source file, by the position of the call."""
-    calls = [n for n in ast.walk(parse_source(file)) if isinstance(n, ast.Call)]
+    calls = list_nodes(file, ast.Call)
     return {(n.lineno, n.col_offset, n.end_lineno, n.end_col_offset): n.func for n in calls}
 
 
@@ -317,19 +320,26 @@ def _place(part: Any, note: Any) -> tuple[Any, Any, Any]:
     return (part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset), note
 
 
-@lru_cache(maxsize=64)
-def parse_source(file: str) -> Any:
-    """Return the syntax tree of a source file; an empty one if there is no source."""
-    try:
-        return parse_python("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return ast.Module([], [])
+def list_nodes(file: str, *kinds: type[ast.AST]) -> list[Any]:
+    """Return the nodes of some classes in the syntax tree of a source file; none if there is no source."""
+    nodes = _parse(file)
+    return [node for kind in kinds for node in nodes.get(kind, ())]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # a large file's are tens of megabytes
+def _parse(file: str) -> dict[type[ast.AST], list[ast.AST]]:
+    """Return the nodes of a source file by their class: walking over a file takes longer than parsing it."""
+    found: dict[type[ast.AST], list[ast.AST]] = {}
+    with contextlib.suppress(SyntaxError, ValueError):
+        for node in ast.walk(parse_python("".join(linecache.getlines(file)))):
+            found.setdefault(type(node), []).append(node)
+    return found
+
+
+@lru_cache(maxsize=1024)
 def _layout_tests(file: str) -> list[Any]:
     """Return the tests of each `if` that makes tensors contiguous."""
-    ifs = [n for n in ast.walk(parse_source(file)) if isinstance(n, ast.If) and not n.orelse and _is_plain(n.test)]
+    ifs = [n for n in list_nodes(file, ast.If) if not n.orelse and _is_plain(n.test)]
     return [_place(n.test, True) for n in ifs if all(map(_makes_contiguous, n.body))]
 
 
@@ -355,23 +365,15 @@ def _makes_contiguous(statement: ast.stmt) -> bool:
     return same and _called(statement.value) == "contiguous" and not statement.value.args and not statement.value.keywords
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _operands(file: str) -> list[Any]:
     """Return the plain parts of each `and` and `or` in a test, with the value that decides the whole and the names that follow.
 
     Elsewhere such an expression returns one of its parts, so that only parts which are true or false may be left out.
     """
-    tree = parse_source(file)
-    tests = {
-        id(part)
-        for n in ast.walk(tree)
-        if isinstance(n, (ast.If, ast.While, ast.IfExp, ast.Assert))
-        for part in _tested(n.test)
-    }
+    tests = {id(part) for n in list_nodes(file, ast.If, ast.While, ast.IfExp, ast.Assert) for part in _tested(n.test)}
     found = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.BoolOp):
-            continue
+    for node in list_nodes(file, ast.BoolOp):
         for index, part in enumerate(node.values):
             names = [p for p in node.values[index + 1 :] if isinstance(p, (ast.Name, ast.Attribute))]
             tested = id(node) in tests
@@ -395,17 +397,16 @@ def _is_truth(part: ast.expr) -> bool:
     )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _texts(file: str) -> list[Any]:
     """Return texts made for `raise`, and texts in calls that are statements, with the called function."""
     found = []
-    tries = [t for t in ast.walk(parse_source(file)) if isinstance(t, ast.Try) and t.handlers]
+    tries = [t for t in list_nodes(file, ast.Try) if t.handlers]
     caught = {id(n) for t in tries for part in t.body for n in ast.walk(part)}  # a text that may be read again
-    withs = [w for w in ast.walk(parse_source(file)) if isinstance(w, ast.With)]
-    kept = [w for w in withs if any(_called(item.context_expr) in KEEPING for item in w.items)]
+    kept = [w for w in list_nodes(file, ast.With) if any(_called(item.context_expr) in KEEPING for item in w.items)]
     caught |= {id(n) for w in kept for part in w.body for n in ast.walk(part)}
-    for node in ast.walk(parse_source(file)):
-        call = node.exc if isinstance(node, ast.Raise) else node.value if isinstance(node, ast.Expr) else None
+    for node in list_nodes(file, ast.Raise, ast.Expr):
+        call = node.exc if isinstance(node, ast.Raise) else node.value
         if isinstance(call, ast.Call) and id(node) not in caught and not any(map(_is_stream, call.keywords)):
             function = None if isinstance(node, ast.Raise) else call.func
             todo: list[ast.expr] = [*call.args[_called(call) in CHECKS :], *(k.value for k in call.keywords)]
