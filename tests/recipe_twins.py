@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import tiny_modular_pipelines as tiny_modular
 import tiny_pipelines as tiny
 import torch
 import transformers
@@ -53,7 +54,63 @@ def krea2() -> Any:
     )  # fmt: skip
 
 
-MADE: dict[str, Callable[[], Any]] = {"flux2": flux2, "krea2": krea2}
+PLACES = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]  # of pictures in a text
+PARTS = (  # of messages, whose text is in a list
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% for part in m['content'] %}{{ part['text'] if part is mapping else part }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def seeing_tokenizer() -> Any:
+    """Make a tokenizer whose texts may have places of pictures."""
+    made = tiny.tokenizer(1024, chat_template=PARTS)
+    made.add_special_tokens({"additional_special_tokens": PLACES})
+    return made
+
+
+def qwen_image_edit() -> Any:
+    """Make Qwen-Image-Edit of 2509, whose text encoder and denoiser see the picture that is edited."""
+    parts, words = tiny.qwen_image().components, seeing_tokenizer()
+    ids = {name: words.convert_tokens_to_ids(place) for name, place in zip(
+        ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"), PLACES, strict=True)}  # fmt: skip
+    config = transformers.Qwen2_5_VLConfig.from_dict({**parts["text_encoder"].config.to_dict(), **ids})
+    config.text_config.vocab_size = len(words)
+    looks = transformers.Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56)
+    processor = transformers.Qwen2VLProcessor(looks, words, transformers.Qwen2VLVideoProcessor(), chat_template=PARTS)
+    text = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    return diffusers.QwenImageEditPlusPipeline(**{**parts, "text_encoder": text, "tokenizer": words}, processor=processor)
+
+
+def ideogram4() -> Any:
+    """Make Ideogram 4, which has a second transformer for what is without a caption; its text is 13 layers of Qwen3-VL."""
+
+    def model() -> Any:
+        return diffusers.Ideogram4Transformer2DModel(
+            in_channels=16, num_layers=2, attention_head_dim=16, num_attention_heads=2, intermediate_size=32, adaln_dim=16,
+            llm_features_dim=13 * 16, mrope_section=(2, 2, 2),
+        ).eval()  # fmt: skip
+
+    return diffusers.Ideogram4Pipeline(
+        transformer=model(), unconditional_transformer=model(), scheduler=tiny.flow(),
+        vae=diffusers.AutoencoderKLFlux2(block_out_channels=(8,) * 4, latent_channels=4, norm_num_groups=4).eval(),
+        text_encoder=tiny_modular.qwen3_vl(36).model.eval(), tokenizer=tiny.tokenizer(512, chat_template=PARTS),
+    )  # fmt: skip
+
+
+def flux3() -> Any:
+    """Make Flux 3, a modular pipeline, without what rewrites prompts."""
+    pipe, words = tiny_modular.make("flux3"), seeing_tokenizer()
+    looks, moves = transformers.Qwen2VLImageProcessor(), transformers.Qwen3VLVideoProcessor()
+    text = tiny_modular.qwen3_vl()
+    text.resize_token_embeddings(len(words))
+    pipe.update_components(tokenizer=transformers.Qwen3VLProcessor(looks, words, moves, chat_template=PARTS), text_encoder=text)
+    return pipe
+
+
+MADE: dict[str, Callable[[], Any]] = {
+    "flux2": flux2, "krea2": krea2, "qwen_image_edit": qwen_image_edit, "ideogram4": ideogram4, "flux3": flux3,
+}  # fmt: skip
 
 
 def save(name: str, folder: Path) -> None:
@@ -68,4 +125,4 @@ def save(name: str, folder: Path) -> None:
             for parameter in part.parameters() if isinstance(part, torch.nn.Module) else ():
                 if not parameter.any():
                     torch.nn.init.normal_(parameter, std=0.05)
-    pipe.save_pretrained(folder)
+    pipe.save_pretrained(str(folder), **({"overwrite_modular_index": True} if name == "flux3" else {}))

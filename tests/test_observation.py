@@ -6,13 +6,14 @@ import threading
 
 import diffusers
 import pytest
+import recipe_twins
 import tiny_pipelines as tiny
 import torch
 from fuzz_observation import TRAITS, fuzz_observation
 
 import fxplug
 from fxplug.pipelines.conditions import encode_condition, find_batching
-from fxplug.pipelines.observation import confirm, observe
+from fxplug.pipelines.observation import confirm, find_denoisers, observe
 from fxplug.pipelines.recorded_run import record_run
 
 # of numpy, about what schedulers of diffusers make of tensors
@@ -45,6 +46,39 @@ def test_a_stock_pipeline_is_observed_and_confirmed(name):
     assert torch.equal(tiny.draw(pipe, name), before)  # nothing is left of it in the pipeline
     for part in pipe.components.values():
         assert not isinstance(part, torch.nn.Module) or "forward" not in vars(part)
+
+
+def test_a_denoiser_that_is_called_before_another_one_of_its_class_is_observed():
+    """Ideogram 4 has a second transformer for what is without a caption, whose share guidance 1 makes zero."""
+    torch.manual_seed(0)
+    pipe = recipe_twins.ideogram4()
+    pipe.set_progress_bar_config(disable=True)
+    call = {**SIZE, "max_sequence_length": 256, "guidance_schedule": None, "guidance_scale": 7.0}
+    assert find_denoisers(pipe, {**call, "prompt": "a ball"}) == ["transformer", "unconditional_transformer"]
+    with pytest.raises(fxplug.SpecError, match="has 2 denoisers: set 'part' to one of transformer, unconditional_transformer"):
+        observe(pipe, call)
+    with pytest.raises(fxplug.SpecError, match="has no denoiser 'transformer_2'"):
+        observe(pipe, call, "transformer_2")
+    seen = observe(pipe, call, "transformer")
+    assert confirm(pipe, seen) < 1e-6
+    assert (seen.call["guidance_scale"], seen.others, seen.slope, seen.offset) == (1.0, (), -0.001, 1.0)
+    assert seen.to_output.factor.unique().tolist() == [-1.0] and not seen.to_output.term.any()
+    assert call["guidance_scale"] == 7.0 and "at other times" not in seen.describe()
+    one, two = (encode_condition(pipe, seen, prompt=text) for text in ("a ball", "two old green boats"))
+    assert not torch.equal(one["encoder_hidden_states"], two["encoder_hidden_states"])
+
+
+def test_a_share_of_a_second_denoiser_that_no_guidance_switches_off_is_refused():
+    class Mixed(diffusers.Ideogram4Pipeline):
+        def check_inputs(self, *args, guidance_scale=None, **named):
+            assert guidance_scale is None or guidance_scale > 1.5, "guidance_scale must be above 1.5"
+
+    torch.manual_seed(0)
+    pipe = Mixed(**recipe_twins.ideogram4().components)
+    pipe.set_progress_bar_config(disable=True)
+    call = {**SIZE, "max_sequence_length": 256, "guidance_schedule": None, "guidance_scale": 7.0}
+    with pytest.raises(fxplug.SpecError, match="share of unconditional_transformer, too|guidance_scale must be above 1.5"):
+        observe(pipe, call, "transformer")
 
 
 @pytest.mark.parametrize("name", ["flux", "sdxl", "z_image", "wan"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..core.errors import SpecError, did_you_mean, format_fields, get_first_line
 from ..core.torch_internals import trees as pytree
 from .latent_maps import LatentMap, MapError, flatten_tensors, make_codes, solve_map
 from .opening import call_parameters
-from .recorded_run import PipelineRun, RecordedStep, check_arguments, record_run
+from .recorded_run import PipelineRun, RecordedStep, check_arguments, get_components, record_run
 
 STEPS = 6  # of a run with coded values, which costs little
 MOST_STEPS = 24  # where a denoiser is called in few of them, as the first one of two
@@ -90,12 +90,17 @@ def has_values(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)) or isinstance(value, (list, tuple))
 
 
-def find_denoisers(pipe: Any, call: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of the models that the steps of a pipeline end with, and results by the form of their arguments."""
-    results: dict[str, Any] = {}
-    run = call_pipeline(pipe, call, results=results)
-    names = [step.calls[-1][0] for step in run.steps if step.calls]
-    return list(dict.fromkeys(names)), results
+def find_denoisers(pipe: Any, call: Mapping[str, Any]) -> list[str]:
+    """Return the names of the models that denoise in the steps of a pipeline: the last one of each step, and those of its class
+    that are called beside it, as where another model tells what is without a caption."""
+    return list(dict.fromkeys(name for names in _list_denoisers(pipe, call, {}) for name in names))
+
+
+def _list_denoisers(pipe: Any, call: Mapping[str, Any], results: dict[str, Any]) -> list[list[str]]:
+    """Return the names of the denoisers of each step, and fill results by the form of their arguments."""
+    run, parts = call_pipeline(pipe, call, results=results), get_components(pipe)
+    called = [[name for name, _, _ in step.calls] for step in run.steps if step.calls]
+    return [[name for name in names if type(parts[name]) is type(parts[names[-1]])] for names in called]
 
 
 def observe(pipe: Any, call: Mapping[str, Any] | None = None, part: str | None = None) -> Observation:
@@ -124,7 +129,9 @@ def observe(pipe: Any, call: Mapping[str, Any] | None = None, part: str | None =
         call["prompt"] = PROMPTS[0]
     if "num_inference_steps" not in known:
         raise _refused(pipe, "scheduler", "it has no num_inference_steps, so its steps are not the scheduler's")
-    names, results = find_denoisers(pipe, call)
+    results: dict[str, Any] = {}
+    found = _list_denoisers(pipe, call, results)
+    names = list(dict.fromkeys(name for each in found for name in each))
     if not names:
         raise _refused(pipe, "scheduler", "no model is called between two of its steps")
     if part is not None and part not in names:
@@ -137,12 +144,14 @@ def observe(pipe: Any, call: Mapping[str, Any] | None = None, part: str | None =
         raise SpecError(f"this call of {type(pipe).__name__} has {len(names)} denoisers: set 'part' to one of "
                         f"{', '.join(names)}", path=("model", "part"))  # fmt: skip
     part = part or names[0]
+    beside = {name for each in found if part in each for name in each if name != part}
+    others = tuple(name for name in names if name != part and name not in beside)
     scales = [n for n in known if n.endswith(("guidance_scale", "cfg_scale")) and not n.startswith("pag_")]
     failures: list[SpecError] = []
     for value in (None, 1.0, 0.0) if scales else (None,):
         tried = call if value is None else {**call, **dict.fromkeys(scales, value)}
         try:
-            return _observe_once(pipe, tried, part, tuple(n for n in names if n != part), results)
+            return _observe_once(pipe, tried, part, others, frozenset(beside), results)
         except SpecError as error:
             failures.append(error)
     raise next((error for error in failures if not error.finding.startswith("guidance")), failures[0])
@@ -179,9 +188,9 @@ def call_pipeline(pipe: Any, call: Mapping[str, Any], *, steps: int = STEPS, **o
 
 
 def _observe_once(
-    pipe: Any, call: dict[str, Any], part: str, others: tuple[str, ...], results: dict[str, Any]
+    pipe: Any, call: dict[str, Any], part: str, others: tuple[str, ...], beside: frozenset[str], results: dict[str, Any]
 ) -> Observation:
-    coded: dict[str, Any] = {"results": results, "denoisers": frozenset({part, *others})}
+    coded: dict[str, Any] = {"results": results, "denoisers": frozenset({part, *others}), "reused": beside}
     for number in (STEPS, 2 * STEPS, MOST_STEPS):
         first = call_pipeline(pipe, call, steps=number, latents=torch.ones_like, outputs=torch.ones_like, **coded)
         if number == MOST_STEPS or not others or sum(bool(s.calls) and s.calls[-1][0] == part for s in first.steps) > 2:
@@ -232,6 +241,8 @@ def _observe_once(
         raise _refused(pipe, "output", f"what the scheduler is given is not the output of {part} alone, {why}") from None
     if not all(torch.equal(getattr(to_output, key), getattr(final, key)) for key in ("index", "factor", "term")):
         raise _refused(pipe, "output", f"what the scheduler is given of {part}'s output depends on the time, or on the latents")
+    if beside and to_output.term.any():
+        raise _refused(pipe, "guidance", f"what the scheduler is given has a share of {_join_names(sorted(beside))}, too")
     prediction = steps[0].prediction
     if not isinstance(prediction, Tensor) or prediction.shape != shape:
         found = list(prediction.shape) if isinstance(prediction, Tensor) else f"a {type(prediction).__name__}"
@@ -246,7 +257,8 @@ def _observe_once(
 def _list_steps(pipe: Any, run: PipelineRun, part: str) -> list[RecordedStep]:
     """Return the steps but the first that end with a call of the denoiser. Raises SpecError for another number of calls."""
     found = []
-    for step in run.steps[1:]:
+    for each in run.steps[1:]:
+        step = _end_at(pipe, each, part)
         called = [name for name, _, _ in step.calls]
         if called.count(part) > 1:
             why = f"{part} is called {called.count(part)} times in a step, for guidance or to fill a cache, and must be once"
@@ -256,6 +268,14 @@ def _list_steps(pipe: Any, run: PipelineRun, part: str) -> list[RecordedStep]:
     if len(found) < 2:
         raise _refused(pipe, "scheduler", f"{part} is called in {len(found)} of {len(run.steps)} steps, and must be in more")
     return found
+
+
+def _end_at(pipe: Any, step: RecordedStep, part: str) -> RecordedStep:
+    """Return a step without calls of models of the same class behind those of a part: of what they give nothing may be left."""
+    names, parts = [name for name, _, _ in step.calls], get_components(pipe)
+    end = max((n + 1 for n, name in enumerate(names) if name == part), default=0)
+    alike = end and all(type(parts[name]) is type(parts[part]) for name in names[end:])
+    return replace(step, calls=step.calls[:end]) if alike else step
 
 
 def _list_changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -371,7 +391,8 @@ def _compare_run(pipe: Any, observation: Observation, run: PipelineRun) -> float
     worst = 0.0
     if run.changed:
         raise _refused(pipe, "latents", CHANGED)
-    taken = [step for step in run.steps if step.calls and step.calls[-1][0] == observation.part]
+    steps = [_end_at(pipe, step, observation.part) for step in run.steps]
+    taken = [step for step in steps if step.calls and step.calls[-1][0] == observation.part]
     condition = taken[0].calls[-1][1] if taken else {}  # that of the first call is what training takes
     for step in taken[-2:]:
         _, given, output = step.calls[-1]

@@ -81,6 +81,7 @@ def record_run(
     outputs: Code | None = None,
     predict: Callable[[Tensor, Tensor], Tensor] | None = None,
     denoisers: frozenset[str] = frozenset(),
+    reused: frozenset[str] = frozenset(),
     results: dict[str, Any] | None = None,
     first_call: str | None = None,
     gradients: bool = False,
@@ -99,6 +100,7 @@ def record_run(
         predict: What the scheduler is given instead of the pipeline's prediction, a function of the sample as it was scaled for
             the denoiser, and of the time.
         denoisers: Their names.
+        reused: Further models that are not run again for arguments of the same form.
         results: Results by the form of arguments, which is filled: what is in `denoisers` is not run again for arguments of the
             same form, and without these no model after the first step. None runs each call.
         first_call: Stop at the first call of this model, whose result is then None.
@@ -177,8 +179,8 @@ def record_run(
                 run.steps.append(RecordedStep(list(pending), None, torch.empty(0), None))
                 raise EndOfRecording
             key = f"{name} {pytree.tree_map_only(Tensor, lambda t: tuple(t.shape), given)}"
-            reused = name in denoisers if denoisers else bool(run.steps)
-            if results is None or not reused or (found := results.get(key)) is None:
+            again = name not in denoisers | reused if denoisers else not run.steps
+            if results is None or again or (found := results.get(key)) is None:
                 found = forward(*args, **named) if dtype is None else call_in(dtype, forward, *args, **named)
                 if results is not None:
                     results[key] = found

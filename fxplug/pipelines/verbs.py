@@ -88,7 +88,7 @@ def _looked_at(source: str, part: str | None, call: dict[str, Any], size: tuple[
     arguments = call_arguments(pipe, call, size)
     parts: list[str | None] = [part]
     if part is None:
-        parts = [*find_denoisers(pipe, arguments)[0]] or parts
+        parts = [*find_denoisers(pipe, arguments)] or parts
     texts = []
     for each in parts:
         with show_progress(f"observing {each or 'the pipeline'}"):
