@@ -8,6 +8,7 @@ from functools import cache
 
 import diffusers
 import pytest
+import recipe_twins
 import small
 import tiny_pipelines
 import torch
@@ -20,7 +21,7 @@ from fxplug.config.models.factory import build
 from fxplug.config.run_config import load_config, resolve
 from fxplug.core.quantised import is_quantised
 from fxplug.pipelines import pipeline_model
-from fxplug.pipelines.opening import open_pipeline
+from fxplug.pipelines.opening import open_pipeline, quantize_part
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of diffusers' own schedulers
 LORA = [{"lora": {"at": ["to_q", "to_v"], "rank": 2}}]
@@ -373,6 +374,32 @@ def test_a_modular_pipeline_of_a_folder(home, pipes):
     assert "makes 48 of height 60" in refused(home, {"pipeline": "modular"}, data={"images": ".", "size": 60})
     (home / "modular" / "text_encoder").rename(home / "elsewhere")
     assert "lacks text_encoder, which could not be loaded" in refused(home, {"pipeline": "modular"})
+
+
+def test_a_block_of_a_modular_pipeline_is_left_out(home):
+    """FLUX.3's folder says that its blocks rewrite prompts, and has no model for that."""
+    recipe_twins.save("flux3", home / "flux3")
+    given = {"pipeline": "flux3", "part": "transformer", "call": {"text_encoder_out_layers": [1, 2]}}
+    assert "lacks prompt_upsampler, prompt_upsampler_processor" in refused(home, given)
+    result = rewritten(home, {**given, "options": {"without": ["prompt_upsampler"]}}, **SIZED)
+    assert [*result.pipeline.blocks.sub_blocks] == ["text_encoder", "vae_encoder", "denoise", "decode"]
+    wrong = "has no block 'prompt_upsample' (did you mean 'prompt_upsampler'?); there are prompt_upsampler, text_encoder"
+    assert wrong in refused(home, {**given, "options": {"without": "prompt_upsample"}})
+    assert "must be names of blocks, not 3" in refused(home, {**given, "options": {"without": 3}})
+    tiny_pipelines.save("sd15", home / "sd15")
+    assert "StableDiffusionPipeline has no blocks to leave out" in refused(
+        home, {"pipeline": "sd15", "options": {"without": ["text_encoder"]}}
+    )
+
+
+def test_a_layer_in_four_bits_keeps_the_dtype_of_its_bias():
+    """By its first parameter of floats a model tells the dtype in which its pipeline computes."""
+    pytest.importorskip("bitsandbytes")
+    model = tiny_pipelines.make("qwen_image").transformer.to(torch.bfloat16)
+    before = model.img_in.bias.detach().clone()
+    quantize_part(model, "nf4")
+    assert {p.dtype for p in model.parameters() if p.is_floating_point()} == {torch.bfloat16}
+    assert model.dtype == torch.bfloat16 and torch.equal(model.img_in.bias, before)
 
 
 def test_all_models_are_of_one_dtype_whatever_they_were_saved_in(home):

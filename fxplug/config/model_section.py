@@ -63,7 +63,10 @@ class ModelSpec(Section):
         None, "how its linear layers are quantised, `int8` by torchao or `nf4` by bitsandbytes; null: they are not", "nf4"
     )
     options: dict[str, Any] = declare(
-        {}, "keyword arguments of what makes the model; `variant` and `revision` of a pipeline", {"num_classes": 37}
+        {},
+        "keyword arguments of what makes the model; `variant` and `revision` of a pipeline, and `without`, blocks of a modular "
+        "one that are left out",
+        {"num_classes": 37},
     )
 
     @model_validator(mode="before")

@@ -18,7 +18,7 @@ from ..config.model_section import CHECKPOINTS, INDEX, check_pipeline_folder
 from ..core.errors import SpecError, did_you_mean, quote
 from ..core.reading import read_json
 
-OPTIONS = ("variant", "revision")  # keyword arguments of `from_pretrained` that a configuration gives on
+OPTIONS = ("variant", "revision", "without")  # the first two are keyword arguments of `from_pretrained`
 UNUSED = ("safety_checker",)  # parts that only look at the finished picture
 KEPT = "_keep_in_fp32_modules"  # names of layers that stay in float32, in classes of diffusers, whose code asks for their dtype
 FOUR_BITS = 64  # weights that share a scale: of fewer bitsandbytes mistakes rows for columns
@@ -43,7 +43,8 @@ def open_pipeline(
         dtype: The dtype of the weights; None is float32, in which diffusers opens its models: transformers opens text encoders
             in the dtype in which they were saved, and the two together do not run.
         device: Where its models are.
-        options: `variant` and `revision` of diffusers' `from_pretrained`.
+        options: `variant` and `revision` of diffusers' `from_pretrained`; `without`, names of blocks of a modular pipeline that
+            are left out, such as one that rewrites prompts.
 
     Returns:
         The pipeline.
@@ -52,6 +53,7 @@ def open_pipeline(
         SpecError: There is no pipeline, or it cannot be opened; what diffusers raised is quoted.
     """
     options = dict(options or {})
+    without = _read_without(options.pop("without", []))
     if wrong := next((name for name in options if name not in OPTIONS), None):
         hint = did_you_mean(wrong, OPTIONS)
         raise SpecError(f"a pipeline has no option '{wrong}'{hint}; it has {', '.join(OPTIONS)}", path=("model", "options"))
@@ -63,9 +65,12 @@ def open_pipeline(
             elif path.is_dir():
                 check_pipeline_folder(path, str(source), "pipeline")
                 modular = not (path / INDEX[0]).is_file()
-                pipe = _modular(path, dtype, options) if modular else _from_folder(path, path, dtype, options)
+                pipe = _modular(path, dtype, options, without) if modular else _from_folder(path, path, dtype, options)
             else:
-                pipe = _from_hub(str(source), path, dtype, options)
+                pipe = _from_hub(str(source), path, dtype, options, without)
+            if without and not is_modular(pipe):
+                finding = f"{type(pipe).__name__} has no blocks to leave out, which modular pipelines have"
+                raise SpecError(finding, path=("model", "options", "without"))
             for each in (pipe, *(_blocks_of(pipe._blocks) if is_modular(pipe) else ())):
                 if hasattr(each, "set_progress_bar_config"):
                     each.set_progress_bar_config(disable=True)
@@ -90,7 +95,7 @@ def _from_folder(name: Any, folder: Path, dtype: torch.dtype, options: Mapping[s
     return DiffusionPipeline.from_pretrained(name, local_files_only=True, dtype=dtype, **unused, **options)
 
 
-def _from_hub(name: str, path: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
+def _from_hub(name: str, path: Path, dtype: torch.dtype, options: Mapping[str, Any], without: Sequence[str]) -> Any:
     """Open a pipeline by its name on the hub. Raises SpecError where it is in no cache, and the hub does not give it."""
     from diffusers import DiffusionPipeline
 
@@ -99,9 +104,21 @@ def _from_hub(name: str, path: Path, dtype: torch.dtype, options: Mapping[str, A
     try:
         folder = DiffusionPipeline.download(name, revision=options.get("revision"), variant=options.get("variant"))
     except Exception as error:  # of the hub, or of its cache: not found, no network, no such revision
+        if (modular := _fetch_modular(name, options.get("revision"))) is not None:
+            return _modular(modular, dtype, options, without, local=False)
         finding = f"'{name}' is not a folder here, nor a pipeline that the hub gives, or its cache where there is no network"
         raise SpecError(f"{finding}: {quote_error(error)}", path=("model", "pipeline")) from error
     return _from_folder(folder, Path(folder), dtype, {key: value for key, value in options.items() if key != "revision"})
+
+
+def _fetch_modular(name: str, revision: Any) -> Path | None:
+    """Return the folder in the hub's cache of a modular pipeline, whose parts may be in other repositories; None for none."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, INDEX[1], revision=revision)).parent
+    except Exception:  # of the hub: what it said of the whole repository is told
+        return None
 
 
 def _from_file(path: Path, config: Any, dtype: torch.dtype) -> Any:
@@ -135,12 +152,30 @@ def _cached_config(path: Path) -> str:
     return str(Path(found).parent)
 
 
-def _modular(folder: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
-    """Open a modular pipeline of a folder, as far as its blocks and parts are there. Raises SpecError for what is missing."""
+def _read_without(given: Any) -> list[str]:
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise SpecError(f"must be names of blocks, not {quote(given)}", path=("model", "options", "without"))
+    return list(names)
+
+
+def _modular(
+    folder: Path, dtype: torch.dtype, options: Mapping[str, Any], without: Sequence[str] = (), *, local: bool = True
+) -> Any:
+    """Open a modular pipeline of a folder, as far as its blocks and parts are there, without some of its blocks; `local` takes
+    no parts from a hub. Raises SpecError for what is missing."""
     from diffusers import ModularPipeline
 
     pipe = ModularPipeline.from_pretrained(str(folder), local_files_only=True, **options)
-    pipe.load_components(local_files_only=True, dtype=dtype)  # which logs what it could not load, and goes on
+    if without:
+        blocks = pipe.blocks
+        for name in without:
+            if name not in blocks.sub_blocks:
+                hint = f"{did_you_mean(name, blocks.sub_blocks)}; there are {', '.join(blocks.sub_blocks)}"
+                raise SpecError(f"{type(pipe).__name__} has no block '{name}'{hint}", path=("model", "options", "without"))
+            blocks.sub_blocks.pop(name)
+        pipe = blocks.init_pipeline(str(folder))
+    pipe.load_components(local_files_only=local, dtype=dtype)  # which logs what it could not load, and goes on
     if missing := [name for name in pipe.pretrained_component_names if getattr(pipe, name, None) is None]:
         finding = f"the modular pipeline '{folder.name}' lacks {', '.join(missing)}, which could not be loaded from the places "
         raise SpecError(finding + f"that its {INDEX[1]} names", path=("model", "pipeline"))
@@ -182,6 +217,8 @@ def _with_four_bits(module: nn.Module, kind: Any, device: torch.device | str) ->
         options = {"bias": layer.bias is not None, "compute_dtype": layer.weight.dtype, "quant_type": "nf4"}
         made = kind(layer.in_features, layer.out_features, **options)
         made.load_state_dict(layer.state_dict())
+        if layer.bias is not None:  # by which a model tells its dtype, and its pipeline what to compute in
+            made.bias = nn.Parameter(layer.bias.detach(), requires_grad=False)
         owner, _, key = path.rpartition(".")
         setattr(module.get_submodule(owner), key, made.train(layer.training).to(device))
 
@@ -194,7 +231,9 @@ def is_modular(pipe: Any) -> bool:
 def call_parameters(pipe: Any) -> dict[str, bool]:
     """Return the arguments that a pipeline takes, and whether it needs them."""
     if is_modular(pipe):  # whose call takes anything
-        return {each.name: bool(each.required) for each in pipe.blocks.inputs if each.name}
+        # what some of its blocks need others make, also where these are among several of which one is chosen
+        made = {each.name for block in _blocks_of(pipe.blocks) for each in block.intermediate_outputs}
+        return {each.name: bool(each.required) and each.name not in made for each in pipe.blocks.inputs if each.name}
     parameters = inspect.signature(pipe.__call__).parameters.values()
     named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     return {each.name: each.default is each.empty for each in named}

@@ -83,7 +83,7 @@ def make_network_model(module: TracedModule, network: TrainedNetwork, task: Pipe
                 file = Path(use) if Path(use).name == "config.json" else Path(use) / "config.json"
                 made = ControlNetModel.from_config(read_json(file))
             else:
-                raise ArtifactError(f"how the {KIND} was made is not known, which its configuration comes from")
+                raise ArtifactError(f"how the {KIND} was made is not known, and with it its configuration")
         made.load_state_dict(weights, assign=True)
     except ArtifactError:
         raise
