@@ -17,6 +17,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from ...core.errors import FxplugError, SpecError, get_first_line
 from ...core.ir.traced_module import TracedModule
 from ...pipelines.diffusers_types import pipeline_part
+from ...pipelines.example_call import RESULTS
 from ...pipelines.opening import call_parameters
 from ...pipelines.recorded_run import get_components, hide_warnings
 from .pipeline_encoders import Encoders, compute_in_precision, get_dtype
@@ -153,7 +154,10 @@ def _stand_in(module: nn.Module, own: nn.Module) -> nn.Module:
 def as_samples(result: Any) -> list[Tensor]:
     """Return what a pipeline of diffusers has drawn, in any of its types: pictures [c, h, w] or videos [f, c, h, w] in
     [0, 1]."""
-    drawn = result[0] if not isinstance(result, Mapping) else next(iter(result.values()))
+    if isinstance(state := getattr(result, "values", None), dict):  # of a modular pipeline
+        drawn = next(state[name] for name in RESULTS if state.get(name) is not None)
+    else:
+        drawn = result[0] if not isinstance(result, Mapping) else next(iter(result.values()))
     return [_tensor(each) for each in drawn]
 
 
