@@ -106,6 +106,28 @@ def qwen() -> Model:
     return denoiser("QwenImageTransformer2DModel", call, 20.4, 8.42)
 
 
+def qwen_edit() -> Model:
+    """Qwen-Image-Edit of 2509: as many tokens of the picture before as of the one after, and 196 of it in the text."""
+    call = {"hidden_states": half(1, 8192, 64), "encoder_hidden_states": half(1, 452, 3584), "timestep": half(1),
+            "img_shapes": [[(1, 64, 64), (1, 64, 64)]]}  # fmt: skip
+    return denoiser("QwenImageTransformer2DModel", call, 20.4, 8.42)
+
+
+def ideogram4() -> Model:
+    """One of the two transformers of Ideogram 4; the other one is quantised as well. The text is Qwen3-VL of 8 billion."""
+    tokens = {"position_ids": (1, 4352, 3), "segment_ids": (1, 4352), "indicator": (1, 4352)}
+    call = {"hidden_states": half(1, 4352, 128), "encoder_hidden_states": half(1, 4352, 53248), "timestep": half(1),
+            **{name: empty(*shape, dtype=torch.int64) for name, shape in tokens.items()}}  # fmt: skip
+    return denoiser("Ideogram4Transformer2DModel", call, 9.28, 8.2 + 9.28 * 0.55 / 2)
+
+
+def flux3() -> Model:
+    """FLUX.3 klein base, of which a part is for pictures that are edited. The text is Qwen3-VL of 4 billion."""
+    call = {"hidden_states": half(1, 4096, 128), "encoder_hidden_states": half(1, 240, 20480), "timestep": half(1),
+            "img_ids": half(4096, 4), "txt_ids": half(240, 4)}  # fmt: skip
+    return denoiser("Flux3Transformer2DModel", call, 5.54, 4.5)
+
+
 def z_image() -> Model:
     call = {"x": [half(16, 1, 128, 128)], "t": half(1), "cap_feats": [half(256, 2560)]}
     return denoiser("ZImageTransformer2DModel", call, 6.15, 4.1)
@@ -159,6 +181,8 @@ def sdxl() -> Model:
 MODELS: dict[str, Model] = {
     "sd15": unet(64, 768, 0.86, 0.21, [320, 640, 1280, 1280], attention_head_dim=8),
     "sdxl": sdxl(), "sd35": sd3(), "flux1": flux(), "flux2": flux2(), "qwen_image": qwen(), "z_image": z_image(),
+    "controlnet": unet(64, 768, 0.86, 0.21, [320, 640, 1280, 1280], attention_head_dim=8),
+    "qwen_image_edit": qwen_edit(), "ideogram4": ideogram4(), "flux3": flux3(),
     "z_image_turbo": z_image(), "wan22": wan(), "sana": sana(), "pixart": pixart(), "krea2": krea2(),
     "vit": backbone("vit_base_patch16_224", 0.0864, num_classes=37),
     "dino": backbone("vit_base_patch14_dinov2", 0.0866, img_size=224, num_classes=37),
@@ -181,6 +205,10 @@ EXPECTED = {
     "sana": "lora 120: 1604.5 M frozen, 8.60 M train",
     "pixart": "lora 224: 610.9 M frozen, 8.26 M train",
     "krea2": "lora 226: 12820.1 M frozen, 93.26 M train",
+    "controlnet": "controlnet 14: 859.5 M frozen, 361.28 M train",
+    "qwen_image_edit": "lora 240: 20430.4 M frozen, 23.59 M train",
+    "ideogram4": "lora 136: 9279.3 M frozen, 20.05 M train",
+    "flux3": "lora 152: 5538.5 M frozen, 14.94 M train",
     "vit": "lora 48: 85.8 M frozen, 2.39 M train",
     "dino": "lora 48: 85.8 M frozen, 2.39 M train",
     "convnext": "lora 72: 87.6 M frozen, 2.93 M train",
