@@ -392,6 +392,18 @@ def test_a_block_of_a_modular_pipeline_is_left_out(home):
     )
 
 
+def test_a_modular_pipeline_by_its_name(home, monkeypatch):
+    recipe_twins.save("flux3", home / "named")
+
+    def fetched(name, file, revision=None):
+        assert (name, file, revision) == ("somebody/flux3", "modular_model_index.json", None)
+        return str(home / "named" / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetched)
+    pipe = open_pipeline("somebody/flux3", options={"without": ["prompt_upsampler"]})
+    assert type(pipe).__name__ == "Flux3ModularPipeline" and pipe.transformer.config.in_channels == 16
+
+
 def test_a_layer_in_four_bits_keeps_the_dtype_of_its_bias():
     """By its first parameter of floats a model tells the dtype in which its pipeline computes."""
     pytest.importorskip("bitsandbytes")
