@@ -17,7 +17,7 @@ from ..core.rewriter.applying import apply
 from ..core.rewriter.matcher import find
 from .distributed import prepare, set_mode
 from .evaluation import move
-from .param_groups import BASE, choose, make_frozen_filter
+from .param_groups import BASE, HALVES, choose, make_frozen_filter
 from .plugins import Plugins
 from .tasks.task import Task, TaskInfo
 from .train_section import Train
@@ -115,6 +115,11 @@ def list_trained_beside(task: Task, settings: Train, processes: int) -> list[dic
     groups = task.encoder.groups(settings) if task.encoder is not None else []
     for name, part in task.beside.items():
         for group in choose(part.module, settings.model_copy(update=dict(part.settings)), others=True):
+            if settings.precision == "fp32" and (half := next((dtype for dtype in group["dtypes"] if dtype in HALVES), None)):
+                # where nothing of the module trains, whose dtype would say it
+                wanted = {torch.float16: "fp16", torch.bfloat16: "bf16"}[half]
+                finding = f"what trains of {name} is {str(half).removeprefix('torch.')}: set {wanted}"
+                raise SpecError(finding, path=("train", "precision"))
             group["name"] = name if group["name"] == BASE else f"{name}.{group['name']}"
             groups.append({**group, "names": [f"{name}.{each}" for each in group["names"]]})
     return groups
