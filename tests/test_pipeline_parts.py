@@ -188,7 +188,7 @@ def test_both_denoisers_train_quantised_checkpointed_and_in_half_precision(chang
     for part in BOTH:
         tensors = load_file(tmp_path / "run" / "adapter" / part / FILE)
         assert all(tensor.any() for key, tensor in tensors.items() if "lora_B" in key)
-        fxplug.load(tmp_path / "run" / "module" / part)
+        fxplug.load(tmp_path / "run" / "module" / part, allow=["torchao"] if "quantize" in change else ())
     assert all(row["loss"] == row["loss"] for row in done.history)
 
 
