@@ -24,10 +24,7 @@ from fxplug.training.random_draws import Draws
 from fxplug.training.tasks.pipeline_denoise import PipelineDenoise
 from fxplug.training.tasks.task import TaskInfo
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:load_lora_weights of WanPipeline does not read layers of 'transformer_2'"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 BOTH = ("transformer", "transformer_2")
 FILE = "pytorch_lora_weights.safetensors"
 TEXT = {"passes": [{"lora": {"at": "re:.*[qv]_proj$", "rank": 2}}], "lr": 2e-2}

@@ -57,7 +57,7 @@ def check_adapter(module: TracedModule, task: Task) -> None:
         return
     if isinstance(task, PipelineDenoise):
         for part in parts:
-            if lacking := _explain_missing_loader(task, part):
+            if lacking := _explain_missing_loader(task, part, part in task.beside):  # of these the run's last lines say how
                 warnings.warn(lacking, stacklevel=3)
 
 
