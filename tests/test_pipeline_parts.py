@@ -345,7 +345,7 @@ def test_text_encoders_that_cannot_be_trained_are_refused(tmp_path):
     )
     assert "load_lora_weights of PixArtSigmaPipeline is not there" in refused("pixart", {"text_encoder": TEXT})
     assert "has no text encoder 'text_encodr' (did you mean 'text_encoder'?)" in refused("sd15", {"text_encodr": TEXT})
-    assert "names the text encoders of the pipeline that train" in refused("sd15", "sd15")
+    assert "it names those that train, text: {text_encoder: {passes" in refused("sd15", "sd15")
     assert "passes" in refused("sd15", {"text_encoder": {"lr": 1.0}})
     assert "trainable" in refused("sd15", {"text_encoder": {**TEXT, "trainable": ["x"]}})
     assert "no pass of it has parameters that train" in refused("sd15", {"text_encoder": {"passes": []}})

@@ -37,6 +37,9 @@ def check_options(use: Use) -> None:
 
 def check_names(options: Mapping[str, Any], known: Collection[str] = ()) -> None:
     """Raise SpecError for an option that is not `known`; it says where that is set instead, or which is the nearest."""
+    if options.get("text") is not None and not isinstance(options["text"], Mapping):
+        finding = "captions are encoded by the pipeline's own text encoders; it names those that train, text: {text_encoder: "
+        raise SpecError(finding + "{passes: [...]}}", path=("text",))
     for name in options:
         if name in ELSEWHERE:
             raise SpecError(f"is not an option of denoise on a pipeline: {ELSEWHERE[name]}", path=(name,))
