@@ -88,8 +88,8 @@ def test_a_run_saves_the_graphs_of_its_buckets(tmp_path):
         (pictures / f"{n}.txt").write_text("a red ball")
     config = {
         "model": {"pipeline": "pipe"}, "passes": [{"lora": {"at": ["to_q"], "rank": 2}}],
-        "data": {"images": "pictures", "size": 64, "batch": 1, "buckets": {"step": 32}},
-        "train": {"task": "denoise", "steps": 1},
+        "data": {"images": "pictures", "size": 64, "buckets": {"step": 32}},
+        "train": {"task": "denoise", "steps": 1, "batch": 1},
     }  # fmt: skip
     fxplug.train(load_config(config, base=tmp_path), out=tmp_path / "run")
     loaded = fxplug.load(tmp_path / "run" / "module")
