@@ -7,6 +7,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ..core.artifacts.artifact import save
 from ..core.capture.retracer import with_retracer
 from ..core.errors import SpecError, TraceError, quote
 from ..core.ir import context_managers
+from ..core.ir.containers import Container
 from ..core.ir.entry_checks import get_signature
 from ..core.ir.traced_module import TracedModule
 from ..core.ir.variants import LIMIT, Variants, as_kind
@@ -73,6 +75,8 @@ class PipelinePart(Variants):
     traced module. What a pipeline calls to load, choose and save adapters is done in the slots of its passes.
     """
 
+    _model_class: type = nn.Module  # the model's, where diffusers has it
+
     def save_pretrained(self, folder: str | os.PathLike[str], **_: Any) -> None:
         """Save the part like `fxplug.save`, under the name that pipelines of diffusers call. Raises ArtifactError."""
         save(self, folder)
@@ -81,7 +85,10 @@ class PipelinePart(Variants):
         if name in PROCESSORS:
             check_processors(self, name)
         try:
-            return super().__getattr__(name)
+            found = super().__getattr__(name)
+            if isinstance(found, Container):
+                _give_methods(found, self._model_class)
+            return found
         except AttributeError:
             if name == "_keep_in_fp32_modules" and (origin := self.__dict__.get("_origin")) is not None:
                 return getattr(origin, name, None)  # which diffusers looks up for the model's `dtype`
@@ -228,10 +235,32 @@ class _Hidden:
 def _part_class(kind: type) -> type[PipelinePart]:
     """Return the class of parts for a model of this class, whose own attributes are hidden by those of nn.Module."""
     hidden = {name: _Hidden() for name in dir(kind) if not name.startswith("__")}
-    own = {name: value for name, value in vars(nn.Module).items() if name not in ("__dict__", "__weakref__")}
-    cover = type("Module", (nn.Module,), {**hidden, **own})
-    made: type[PipelinePart] = type(TracedModule.__name__, (PipelinePart, cover, kind), {"__module__": "fxplug"})
+    shown = {name: value for name, value in vars(nn.Module).items() if name not in ("__dict__", "__weakref__")}
+    cover = type("Module", (nn.Module,), {**hidden, **shown})
+    own = {"__module__": "fxplug", "_model_class": kind}
+    made: type[PipelinePart] = type(TracedModule.__name__, (PipelinePart, cover, kind), own)
     return made
+
+
+@functools.cache
+def _list_layer_methods(model: type[Any], name: str) -> Mapping[str, Any]:
+    """Return the methods of a layer's class in the file of a model's: some pipelines call those, as for positions.
+
+    They read plain attributes, which a traced module keeps.
+    """
+    kind = vars(import_module(model.__module__)).get(name)
+    if not isinstance(kind, type) or not issubclass(kind, nn.Module) or kind.__module__ != model.__module__:
+        return {}
+    return {each: value for each, value in vars(kind).items() if inspect.isfunction(value) and not hasattr(Container, each)}
+
+
+def _give_methods(layer: Container, model: type) -> None:
+    """Give a layer of a part the methods of the model's own layer."""
+    kind = type(layer)
+    methods = _list_layer_methods(model, kind.__name__)
+    if methods and vars(kind).keys().isdisjoint(methods):
+        # Nothing plainer works: attributes of a layer are what its graph reads and what is saved, so methods are its class's
+        layer.__class__ = type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
 
 
 # --- methods that pipelines call
