@@ -319,14 +319,16 @@ def find_by_name(use: Use, known: Mapping[str, Any], what: str, more: tuple[str,
     return import_name(use.name, ("train", what))
 
 
-def check_gradients(modules: Mapping[str, TracedModule], groups: list[dict[str, Any]]) -> list[str]:
+def check_gradients(
+    modules: Mapping[str, TracedModule], groups: list[dict[str, Any]], unreached: str = ""
+) -> list[str]:
     """Raise TrainError, after the first backward pass, for a block with a parameter that no gradient reached.
 
     Returns the networks and base parameters that no gradient reached.
 
     A block is where a pass put one (`lora.blocks.0.attn.qkv.Lora`). A pass's network counts as a whole, since some have layers
     that their model never uses; so does each parameter of the base. What a plugin has frozen since is left out. `modules` are
-    those with passes, by the prefix of their names.
+    those with passes, by the prefix of their names. Where a task says why layers are `unreached`, there must be others.
     """
     blocks, networks = set[str](), set[str]()
     for before, module in modules.items():
@@ -343,7 +345,7 @@ def check_gradients(modules: Mapping[str, TracedModule], groups: list[dict[str, 
     whole = {holder for holder, inside in held.items() if len(lost[holder]) == len(inside)}
     wrong = whole if len(whole) == len(held) else {holder for holder in held if holder in blocks or holder in networks & whole}
     bad = [name for holder in held if holder in wrong for name in lost[holder]]
-    if bad:
+    if bad and (not unreached or len(whole) == len(held)):
         more = f" and {len(bad) - 5} more" * (len(bad) > 5)
         raise TrainError(
             f"no gradient reached {', '.join(bad[:5])}{more} in the first step, because the loss does not depend on them: "

@@ -56,9 +56,8 @@ class RunLoss:
             name = type(self.task).__name__
             raise TrainError(f"{name}.loss must return a tensor of one number, the mean over the batch; it returned {got}")
         if not loss.requires_grad:
-            raise TrainError(
-                "the loss does not depend on any trained parameter: it is detached, or the passes do not affect it"
-            )
+            why = self.task.unreached or "it is detached, or the passes do not affect it"
+            raise TrainError(f"the loss does not depend on any trained parameter: {why}")
         return loss, {key: float(v.detach() if isinstance(v, Tensor) else v) for key, v in report.items()}
 
     def diagnose(self, finding: str, batch: Batch, step: int, micro: int, micros: int) -> str:

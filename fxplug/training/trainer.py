@@ -259,9 +259,10 @@ class Trainer:
 
     def _look_at_gradients(self) -> None:
         """Note what got no gradient. Raises TrainError for a block that none reached."""
-        if lost := check_gradients(task_setup.list_whole_parts(self.parts, self.task), self.groups):
+        why = self.task.unreached
+        if lost := check_gradients(task_setup.list_whole_parts(self.parts, self.task), self.groups, why):
             more = f" and {len(lost) - 5} more" * (len(lost) > 5)
-            self.watch.note(f"{', '.join(lost[:5])}{more} got no gradient in the first step")
+            self.watch.note(f"{', '.join(lost[:5])}{more} got no gradient in the first step{why and f': {why}'}")
 
     # --- training
 

@@ -88,6 +88,7 @@ class Task:
     trains = False  # whether something of `encoder`, or in `beside`, trains too
     beside: Mapping[str, TrainedPart] = MappingProxyType({})  # models that train beside the module, by name
     part = ""  # the name of the module in a pipeline
+    unreached = ""  # why no gradient may reach some of the layers, known after `setup`
 
     def setup(self, module: nn.Module, info: TaskInfo) -> None:
         """Get ready, once, with the rewritten module, before anything else.
