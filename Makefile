@@ -110,6 +110,7 @@ bench: install  ## measure tracing, ControlNet in one graph, training steps, and
 	$(BIN)/python benchmarks/switching.py
 	$(BIN)/python benchmarks/compile_time.py
 	$(BIN)/python benchmarks/step_cache.py
+	$(BIN)/python benchmarks/hoist.py
 
 clean:  ## remove what the targets above made, except .venv
 	rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -17,7 +17,7 @@ import torch
 import fxplug
 from fxplug.core.ir.containers import list_leaves, map_leaves
 from fxplug.core.ir.traced_module import TracedModule
-from fxplug.lowerings.hoist.hoisted import Hoisted
+from fxplug.lowerings.hoist.hoisted import HoistedModule
 from fxplug.lowerings.hoist.sameness import have_same_bits
 
 CALLS = 25  # of one subject in its turn
@@ -203,7 +203,7 @@ def fuzz_hoist(cases: int, seed: int) -> list[str]:
     return misses
 
 
-def count_kept(hoisted: Hoisted) -> int:
+def count_kept(hoisted: HoistedModule) -> int:
     """How often a stage was taken from what was kept."""
     steps = hoisted.counts["step"]
     return sum(steps - count for name, count in hoisted.counts.items() if name != "step")

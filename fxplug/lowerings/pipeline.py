@@ -16,7 +16,7 @@ from ..core.extensions import DERIVATION
 from ..core.ir.traced_module import TracedModule
 from ..core.locks import with_read_lock
 from .hoist.groups import read_groups
-from .hoist.hoisted import Hoisted
+from .hoist.hoisted import HoistedModule
 from .linear import forms, fused
 from .lowering import LoweredForm, undo_lowering
 from .merging import fold, live
@@ -33,7 +33,8 @@ def lower(
     fuse: str | bool | None = "auto",
     hoist: Literal[False] | None = False,
     outline: str | bool | Sequence[str] | None = None,
-) -> TracedModule: ...
+) -> TracedModule:
+    """Lower without hoisting."""
 
 
 @overload
@@ -44,7 +45,8 @@ def lower(
     fuse: str | bool | None = "auto",
     hoist: Literal[True] | Mapping[str, Sequence[str]],
     outline: str | bool | Sequence[str] | None = None,
-) -> Hoisted: ...
+) -> HoistedModule:
+    """Lower and hoist."""
 
 
 @with_read_lock
@@ -55,7 +57,7 @@ def lower(
     fuse: str | bool | None = "auto",
     hoist: bool | Mapping[str, Sequence[str]] | None = False,
     outline: str | bool | Sequence[str] | None = None,
-) -> TracedModule | Hoisted:
+) -> TracedModule | HoistedModule:
     """Make a faster form of a rewritten module: merged, fused, hoisted, outlined, in this order; `gm` stays as it is.
 
     The result shares parameters, and the state of slots, with `gm`, but for what is merged. `meta["forms"]` says which form
@@ -72,12 +74,12 @@ def lower(
         hoist: Which inputs stay while an image is drawn, and which say the time, by their names in `forward`:
             `{"conditions": ["encoder_hidden_states"], "time": ["timestep"]}`. What needs no other input is computed once, and
             kept as long as all that it was computed from is the same. True takes what the run of `rewrite_pipeline` has noted,
-            or what the module was hoisted with when it was saved. See `hoist.hoisted.Hoisted`.
+            or what the module was hoisted with when it was saved. See `hoist.hoisted.HoistedModule`.
         outline: The repeated regions that are compiled once: "auto" where there are some, True finds them too and raises where
             there are none, a list names them; see `nested.nest`. Of a hoisted module those of its step.
 
     Returns:
-        The lowered module; `gm` itself where nothing was done. With `hoist` a `Hoisted`, which stands for it.
+        The lowered module; `gm` itself where nothing was done. With `hoist` a `HoistedModule`, which stands for it.
 
     Raises:
         SpecError: A value is none of these, or the module is lowered already; nothing can be hoisted, with the node that is in
@@ -89,7 +91,7 @@ def lower(
     if hoist is not None and hoist is not False:
         _checked(gm, merge, fuse, outline)
         groups = read_groups(gm, hoist)
-        return _outlined(Hoisted(lower(gm, merge=merge, fuse=fuse), groups), outline)
+        return _outlined(HoistedModule(lower(gm, merge=merge, fuse=fuse), groups), outline)
     again = partial(lower, merge=merge, fuse=fuse, outline=outline)
     merge, fuse, regions = _checked(gm, merge, fuse, outline)
     source = made = gm
@@ -117,7 +119,7 @@ def lower(
     return made if made is gm else made.made_by(again, gm)
 
 
-def _outlined(hoisted: Hoisted, outline: Any) -> Hoisted:
+def _outlined(hoisted: HoistedModule, outline: Any) -> HoistedModule:
     """Return a hoisted module with the repeated regions of its step outlined."""
     if outline not in (None, False):
         regions = None if outline in (True, "auto") else list(outline)

@@ -35,7 +35,7 @@ class StepInputs:
     @contextmanager
     def watch(self, pipe: Any) -> Iterator[None]:
         """Count the steps of a pipeline's scheduler meanwhile."""
-        scheduler = getattr(pipe, "scheduler", None)
+        scheduler: Any = getattr(pipe, "scheduler", None)
         step = getattr(scheduler, "step", None)
         own = vars(scheduler).get("step") if hasattr(scheduler, "__dict__") else None
         if step is None:

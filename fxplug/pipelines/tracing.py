@@ -212,8 +212,8 @@ def record_first_calls(
         with torch.no_grad(), contextlib.suppress(EndOfRecording), watched:
             try:
                 pipe(*args, **call)
-            except Exception:
-                if inputs is None or not enough or len(calls) < len(models):  # else all that is wanted was seen before
+            except Exception:  # the pipeline's, which may mind results that are not a model's
+                if inputs is None or not enough or len(calls) < len(models):
                     raise
     finally:
         for name, model in models.items():

@@ -30,7 +30,7 @@ ONLY_STEP: Needs = frozenset([STEP])
 
 
 @dataclass(eq=False)
-class Stage:
+class HoistStage:
     """The nodes that need the same groups, and a graph of them. `nodes` are in it, `own` of them in no other but by repetition.
 
     `given` are the values that it takes from other stages, or numbers that only the step has; `results` those that it gives.
@@ -47,7 +47,7 @@ class Stage:
     __repr__ = format_fields
 
 
-class Cut:
+class StageCut:
     """A graph in stages: `stages` in the order in which they are computed, the step last. `groups` has the group of each input.
 
     Raises SpecError where no stage but the step has work, with the node in the way.
@@ -60,11 +60,14 @@ class Cut:
         self._analyse()
         self._join_equal()
         self._analyse()
+        self.inputs = [n for n in self.flow.nodes if n.op == "placeholder"]
+        self.output = self.flow.nodes[-1]
+        nested = {n for n in self.output.all_input_nodes if "shape" not in n.meta and not self.of_input[n]}
+        self.stays |= {n for n in nested if not self.number[n]}  # several tensors in one, which the caller may write
+        self._find_needs()
         while more := self._list_cheap():
             self.stays |= more
             self._find_needs()
-        self.inputs = [n for n in self.flow.nodes if n.op == "placeholder"]
-        self.output = self.flow.nodes[-1]
         self._place()
         while empty := [n for s in self.stages[:-1] if not s.results for n in s.own if n.op != "placeholder"]:
             self.stays |= set(empty)
@@ -207,7 +210,7 @@ class Cut:
             if node.op not in ("placeholder", "output") and not self.is_free(node):
                 rows.setdefault(self.needs[node], []).append(node)
         order = sorted(rows, key=lambda needs: (needs == ONLY_STEP, len(needs), sorted(needs)))
-        self.stages = [Stage("+".join(sorted(needs)) or "always", needs, rows[needs]) for needs in order]
+        self.stages = [HoistStage("+".join(sorted(needs)) or "always", needs, rows[needs]) for needs in order]
         for stage in self.stages:
             self._fill(stage)
         last = self.stages[-1]
@@ -218,7 +221,7 @@ class Cut:
             stage.slotted = any(is_table(node, self.root) for s in under for node in s.own)
         last.given = [value for value in last.given if value.op != "placeholder"]
 
-    def _fill(self, stage: Stage) -> None:
+    def _fill(self, stage: HoistStage) -> None:
         """Find what a stage computes beside its own nodes, and what it takes from others."""
         inside, given = set(stage.own), set()
         todo = list(inside)
@@ -242,12 +245,12 @@ class Cut:
                     given.add(value)
         stage.nodes, stage.given = [n for n in self.flow.nodes if n in inside], sorted(given)
 
-    def count_operations(self, stage: Stage) -> int:
+    def count_operations(self, stage: HoistStage) -> int:
         """Return how many nodes of a stage's own compute tensors."""
         calls = [node for node in stage.own if node.op != "placeholder" and node.target is not operator.getitem]
         return sum("shape" in node.meta for node in calls)
 
-    def count_result_bytes(self, stage: Stage) -> int:
+    def count_result_bytes(self, stage: HoistStage) -> int:
         """Return the size of the memory of a stage's results, at the sizes of the trace; nested results count as nothing."""
         homes = {self.flow.memory[node]: node for node in stage.results}
         return sum(count_bytes(home if isinstance(home, fx.Node) else node) for home, node in homes.items())
@@ -288,7 +291,7 @@ class Cut:
 
     # --- their graphs
 
-    def write(self, stage: Stage) -> Graph:
+    def write(self, stage: HoistStage) -> Graph:
         """Write the graph of a stage: of its inputs by name, and of what it is given, to a tuple of its results.
 
         The step's has the inputs and the result of the whole, and what it is given by name besides.
@@ -321,10 +324,22 @@ class Cut:
     def write_numbers(self) -> Graph:
         """Write a graph of the inputs to the numbers that stages need of values which only the step has."""
         graph, values = Graph(), dict[fx.Node, fx.Node]()
-        found = self.flow.closed([*self.late, *self.inputs], self.flow.needs)
-        copy_nodes([n for n in self.flow.nodes if n in found and n.op != "output" and not self.flow.checks(n)], graph, values)
+        copy_nodes(self._list_for_numbers(), graph, values)
         insert(graph, "output", "output", (tuple(values[n] for n in self.late),))
         return graph
+
+    def are_numbers_pure(self) -> bool:
+        """Return whether what these numbers need draws nothing and writes no more than memory of its own."""
+        for node in self._list_for_numbers():
+            homes = [self.flow.memory[written] for written in find_written(node, self.root)]
+            outside = any(isinstance(home, str) or home.op == "placeholder" for home in homes)
+            if self.obstacles[node] or outside:
+                return False
+        return True
+
+    def _list_for_numbers(self) -> list[fx.Node]:
+        found = self.flow.closed([*self.late, *self.inputs], self.flow.needs)
+        return [n for n in self.flow.nodes if n in found and n.op != "output" and not self.flow.checks(n)]
 
 
 def prepare_graph(graph: fx.Graph) -> Graph:

@@ -7,7 +7,6 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ...blocks.base import Table
-from ...core.errors import GuardError, SpecError, format_fields, quote
+from ...core.errors import GuardError, SpecError
 from ...core.extensions import DistributedPart
 from ...core.ir.calls import check_samples, has_hooks
 from ...core.ir.containers import list_leaves, map_leaves
@@ -29,12 +28,12 @@ from ...core.torch_internals.modules import is_listening
 from ...core.torch_internals.tensors import FakeTensorMode, version
 from ...step_cache.steps import Stepped, compile_graphs_only, disable_compile
 from ..lowering import undo_lowering
-from .cut import STEP, Cut, Stage
+from .cut import STEP, HoistStage, StageCut
 from .groups import META, InputGroups
-from .kept import KeptValues, Key, Limits, Values, check_limit
+from .kept import KeepLimits, KeptValues, Values, check_limit
 from .listing import StageRow, format_stages, list_stages
+from .plans import CallForm, CallPlan, copy_memory, fill_time, read_times
 from .sameness import (
-    CONDITIONS,
     TIME,
     Call,
     KnownConditions,
@@ -54,36 +53,7 @@ AROUND = (
 )
 
 
-@dataclass
-class CallForm:
-    """What calls have in common besides values: its number, whether such calls can keep values, and sizes of the step's own."""
-
-    number: int
-    refused: str
-    sizes: dict[str, Any] | None = None
-
-    __repr__ = format_fields
-
-
-@dataclass
-class _Plan:
-    """What one call takes and makes: its form, the key of each stage, and the values found so far."""
-
-    call: Call
-    form: CallForm
-    conditions: int
-    time: Any
-    slots: Any
-    values: Values = field(default_factory=dict)
-
-    def key(self, stage: Stage) -> Key:
-        """Return the key of a stage's values."""
-        conditions = self.conditions if CONDITIONS in stage.needs else 0
-        time = self.time if TIME in stage.needs else 0
-        return Key(stage.name, self.form.number, conditions, time, self.slots if stage.slotted else 0)
-
-
-class Hoisted(Stepped):
+class HoistedModule(Stepped):
     """A model that computes once what is the same in many steps: what `lower(gm, hoist=...)` gives.
 
     It is called as `module` is, has the same parameters, buffers, adapters and attributes, and can take its place in a
@@ -109,7 +79,7 @@ class Hoisted(Stepped):
         super().__init__(module, None)
         self.groups = groups
         self._by_input = groups.by_input
-        self._cut = Cut(module.graphs.get(False, module.graph), module, self._by_input)
+        self._cut = StageCut(module.graphs.get(False, module.graph), module, self._by_input)
         self._stages = {stage.name: stage for stage in self._cut.stages}
         self._places = {stage.name: list_places(self._cut, stage) for stage in self._cut.stages}
         self._layers = {stage.name: list_layers(self._cut, stage) for stage in self._cut.stages}
@@ -122,7 +92,7 @@ class Hoisted(Stepped):
         self._times: tuple[float, ...] = ()
         self._offload: Offload | None = None
         self._warned = False
-        self.limits = Limits()
+        self.limits = KeepLimits()
         self.counts = dict.fromkeys(self._stages, 0)
         self.reset()
 
@@ -153,7 +123,7 @@ class Hoisted(Stepped):
             part.compile(**self._options)
         return part
 
-    def train(self, mode: bool = True) -> Hoisted:
+    def train(self, mode: bool = True) -> HoistedModule:
         """Put the module into a mode; stages are for evaluation alone."""
         self.training = mode
         self.module.train(mode)
@@ -175,12 +145,12 @@ class Hoisted(Stepped):
             self._known = KnownConditions(self.limits.conditions)
             self._stamps: dict[str, WeightStamp] = {}
             self._forms: OrderedDict[Any, CallForm] = OrderedDict()
-            self._slots: tuple[Any, Any] = (None, b"")
+            self._slots: tuple[Any, bytes] = (None, b"")
 
     def _reset_stateful_cache(self, recurse: bool = True) -> None:
         """Keep all at the end of a pipeline's run: the next one may have the same prompt."""
 
-    def limit(self, conditions: int | None = None, times: int | None = None, bytes: int | None = None) -> Hoisted:  # noqa: A002
+    def limit(self, conditions: int | None = None, times: int | None = None, bytes: int | None = None) -> HoistedModule:  # noqa: A002
         """Set how much is kept; what is None stays as it is. The oldest goes first.
 
         Args:
@@ -204,7 +174,7 @@ class Hoisted(Stepped):
 
     # --- a call
 
-    @compile_graphs_only
+    @torch.compiler.disable(recursive=False, reason=AROUND)  # type: ignore[no-untyped-call, untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step with the module's arguments. Raises SpecError in a program that is compiled around it."""
         if is_listening():
@@ -221,16 +191,16 @@ class Hoisted(Stepped):
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         plan = self._plan(args, kwargs)
         if isinstance(plan, str):
-            return self._call_whole(args, kwargs)
+            return self._call_module(args, kwargs)
         try:
             self._fill([plan])
             return self._part(STEP)(*args, **kwargs, **{v.name: plan.values[v.name] for v in self._cut.stages[-1].given})
         except GuardError:  # another graph may be for such a call, or the whole module says why none is
             if not is_repeatable(self.module):
                 raise
-            return self._call_whole(args, kwargs)
+            return self._call_module(args, kwargs)
 
-    def _call_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_module(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module itself, which reads all weights."""
         if self._offload is None:
             return self.module(*args, **kwargs)
@@ -239,7 +209,7 @@ class Hoisted(Stepped):
             return self.module(*args, **kwargs)
 
     @disable_compile
-    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Plan | str:
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan | str:
         """Return what a call takes; why nothing is kept for it otherwise."""
         module = self.module
         if self.training or module.training or any(layer.training for layer in self._drawing):
@@ -280,17 +250,31 @@ class Hoisted(Stepped):
         return form
 
     def _find_sizes(self, call: Call, form: CallForm) -> None:
-        """Find the sizes that stages need of values which only the step has, from shapes alone."""
+        """Find the sizes that stages need of values which only the step has: what these need is computed once for each form.
+
+        Where that would draw or write, it is done with tensors without values.
+        """
+        if self._offload is not None:
+            self._move_weights(self._offload.bring)
+        given = [call.values[name] for name in self._names.values()]
+        graph = self._cut.write_numbers()
+        runner = fx.Interpreter(fx.GraphModule(self.module, graph))
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # it would keep weights without values for the calls after this
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-                given = [map_leaves(call.values[name], lambda t, _: mode.from_tensor(t)) for name in self._names.values()]
-                found = fx.Interpreter(fx.GraphModule(self.module, self._cut.write_numbers())).run(*given)
+            if self._cut.are_numbers_pure():
+                found = runner.run(*given)
+            else:
+                with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                    found = runner.run(*map_leaves(given, lambda t, _: mode.from_tensor(t.detach())))
         except Exception as error:  # whatever an operation raises that has no form without values
-            form.refused = f"sizes in it cannot be found from shapes alone: {type(error).__name__}: {error}"
+            form.refused = f"sizes in it cannot be found before it: {type(error).__name__}: {error}"
             return
+        finally:
+            torch.set_autocast_cache_enabled(cached)
         form.sizes = dict(zip([node.name for node in self._cut.late], found, strict=True))
 
-    def _place(self, call: Call, form: CallForm, like: _Plan | None = None) -> _Plan:
+    def _place(self, call: Call, form: CallForm, like: CallPlan | None = None) -> CallPlan:
         """Find what stands for the values of a call; `like` is one with the same conditions."""
         conditions = like.conditions if like else 0
         if like is None and self.groups.conditions:
@@ -299,7 +283,7 @@ class Hoisted(Stepped):
                 self._kept.drop(lambda key: key.conditions in gone)
             self._warn_of_changes()
         time: Any = (call.numbers[TIME], read_bytes(t for _, t in call.tensors[TIME])) if self.groups.time else 0
-        return _Plan(call, form, conditions, time, like.slots if like else self._read_slots())
+        return CallPlan(call, form, conditions, time, like.slots if like else self._read_slots())
 
     def _read_slots(self) -> bytes:
         """Read which adapters are in use, and how much of each."""
@@ -311,7 +295,7 @@ class Hoisted(Stepped):
         state = [(id(tensor), tensor.data_ptr(), version(tensor)) for tensor in tensors]
         if state != self._slots[0]:
             self._slots = state, read_bytes(tensors)
-        return bytes(self._slots[1])
+        return self._slots[1]
 
     def _warn_of_changes(self) -> None:
         names = [] if self._warned else self._known.list_changing(IN_TURN)
@@ -337,13 +321,13 @@ class Hoisted(Stepped):
         return True
 
     @compile_graphs_only
-    def _fill(self, plans: list[_Plan]) -> None:
+    def _fill(self, plans: list[CallPlan]) -> None:
         """Give plans the values of all stages but the step, and compute those that are not kept, stage after stage."""
         with self._guard:
             self._take(plans)
 
     @compile_graphs_only
-    def _take(self, plans: list[_Plan]) -> None:
+    def _take(self, plans: list[CallPlan]) -> None:
         first, away = plans[0], self._offload
         early = self._cut.stages[:-1]
         alone = away is not None and self._times and len(plans) == 1
@@ -364,7 +348,7 @@ class Hoisted(Stepped):
         self.counts[STEP] += 1
 
     @compile_graphs_only
-    def _compute(self, stage: Stage, plan: _Plan) -> Values:
+    def _compute(self, stage: HoistStage, plan: CallPlan) -> Values:
         call, sizes = plan.call, plan.form.sizes or {}
         given = {node.name: call.values[self._names[node.name]] for node in stage.nodes if node.op == "placeholder"}
         given |= {v.name: sizes[v.name] if v.name in sizes else plan.values[v.name] for v in stage.given}
@@ -387,7 +371,7 @@ class Hoisted(Stepped):
 
     # --- all at once
 
-    def prepare(self, *args: Any, times: Sequence[float] | Tensor | None = None, **kwargs: Any) -> Hoisted:
+    def prepare(self, *args: Any, times: Sequence[float] | Tensor | None = None, **kwargs: Any) -> HoistedModule:
         """Compute and keep what calls with these inputs need before their steps; of latents only shapes are read.
 
         Args:
@@ -421,7 +405,7 @@ class Hoisted(Stepped):
             self._fill(plans)
             self.counts[STEP] -= 1
 
-    def _list_plans(self, plan: _Plan, times: Iterable[float]) -> list[_Plan]:
+    def _list_plans(self, plan: CallPlan, times: Iterable[float]) -> list[CallPlan]:
         """Return the plans of calls that differ in their time alone."""
         found = []
         for time in times:
@@ -433,7 +417,7 @@ class Hoisted(Stepped):
 
     # --- weights that leave
 
-    def offload(self, device: str | torch.device | None = "cpu") -> Hoisted:
+    def offload(self, device: str | torch.device | None = "cpu") -> HoistedModule:
         """Keep the weights that no step reads on another device while steps run; a stage that is computed fetches its own.
 
         A set of conditions that is new is computed for all times that `prepare` was given, so that each weight comes once a
@@ -469,13 +453,12 @@ class Hoisted(Stepped):
             for name in self._stamps:
                 self._stamps[name] = make_stamp(self._places[name], self._layers[name])
 
-    def _apply(self, function: Any, recurse: bool = True) -> Hoisted:
-        with self._guard:
-            away = self._offload
-            self.offload(None)
-            super()._apply(function, recurse)
-            if away is not None:
-                self.offload(away.device)
+    def _apply(self, function: Any, recurse: bool = True) -> HoistedModule:
+        away = self._offload
+        self.offload(None)
+        super()._apply(function, recurse)  # which waits for calls that wait for the guard
+        if away is not None:
+            self.offload(away.device)
         return self
 
     # --- about it
@@ -496,43 +479,11 @@ class Hoisted(Stepped):
         source.meta[META] = self.groups.as_data()
         return source
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hoisted:
-        new = memo[id(self)] = Hoisted(copy.deepcopy(self.module, memo), self.groups)
+    def __deepcopy__(self, memo: dict[int, Any]) -> HoistedModule:
+        new = memo[id(self)] = HoistedModule(copy.deepcopy(self.module, memo), self.groups)
         new.limits = copy.copy(self.limits)
         new.reset()
         return new
 
     def extra_repr(self) -> str:
         return ", ".join(f"{row.name}: {row.operations}" for row in self.stages) + " operations"
-
-
-def copy_memory(tensor: Tensor) -> Tensor:
-    """Copy a tensor with the strides that it has, also where several of its numbers are one in memory."""
-    storage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
-    new = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return new.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-def read_times(times: Any) -> tuple[float, ...]:
-    """Read the times of a run. Raises SpecError for what is no list of numbers."""
-    rows = times.detach().flatten().tolist() if isinstance(times, Tensor) else times
-    if isinstance(rows, str) or not isinstance(rows, Iterable):
-        raise SpecError(f"prepare: times must be the times of a run, such as scheduler.timesteps, not {quote(times)}")
-    found = [x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for x in rows]
-    if not found or not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in found):
-        raise SpecError(f"prepare: times must be numbers, one or more, not {quote(times)}")
-    return tuple(found)
-
-
-def fill_time(value: Any, time: float) -> Any:
-    """Return an input for the time with another one, of the same kind, sizes and strides."""
-
-    def filled(tensor: Tensor, _: Any) -> Tensor:
-        last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-        memory = torch.full((last + 1,), time, dtype=tensor.dtype, device=tensor.device)
-        return memory.as_strided(tensor.size(), tensor.stride())
-
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return type(value)(time)
-    return map_leaves(value, filled)
-

@@ -14,7 +14,7 @@ from ...core.ir.containers import list_leaves
 
 
 @dataclass
-class Limits:
+class KeepLimits:
     """How much is kept: sets of conditions, times, and bytes (None: no limit)."""
 
     conditions: int = 8
@@ -60,7 +60,7 @@ class KeptValues:
             self._note_time(key)
         return values
 
-    def add(self, key: Key, values: Values, limits: Limits, more: int) -> None:
+    def add(self, key: Key, values: Values, limits: KeepLimits, more: int) -> None:
         """Keep the values of a stage; drop the oldest beyond the limits, of which `more` bytes are taken already."""
         self.rows[key] = values
         self._note_time(key)

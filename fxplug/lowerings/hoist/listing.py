@@ -14,7 +14,7 @@ from torch import fx, nn
 from ...core.errors import format_fields
 from ...core.ir.functions import bind_attention, get_short_name
 from ...core.torch_internals.modules import ConvNd
-from .cut import Cut
+from .cut import StageCut
 from .kept import KeptValues
 from .sameness import Place
 
@@ -41,7 +41,7 @@ class StageRow:
     __repr__ = format_fields
 
 
-def list_stages(cut: Cut, places: Mapping[str, Sequence[Place]], kept: KeptValues) -> list[StageRow]:
+def list_stages(cut: StageCut, places: Mapping[str, Sequence[Place]], kept: KeptValues) -> list[StageRow]:
     """List the stages of a cut. A parameter is of the last stage that reads it; FLOPs are at the sizes of the trace."""
     last: dict[int, str] = {}
     sizes = {id(p): p.numel() for p in cut.root.parameters()}

@@ -27,6 +27,7 @@ NUMBERS = (int, float, complex)
 # an input that is none of these, no tensor and no container of them is not looked into: its calls keep nothing
 PLAIN = (bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, slice)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+CASTING = ("cpu", "cuda")  # devices that a model of any other may use, too
 LINE = 64  # bytes: some kernels round otherwise where memory does not begin at a multiple of it
 
 
@@ -58,7 +59,9 @@ def read_call(values: dict[str, Any], groups: Mapping[str, str]) -> Call | None:
             if not is_comparable(value):
                 return False
             first = seen.setdefault(id(value), len(seen))
-            form.append((value.shape, value.stride(), value.dtype, value.device, value.is_inference(), first))
+            kind = value.device.type  # whose autocast is not among the modes
+            casts = kind not in CASTING and (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            form.append((value.shape, value.stride(), value.dtype, value.device, value.is_inference(), first, casts))
             if group is not None:
                 tensors[group].append((name, value))
             return True
@@ -94,7 +97,8 @@ def read_modes() -> tuple[Any, ...]:
     return (
         torch.is_inference_mode_enabled(), torch.get_num_threads(), torch.get_default_dtype(),
         torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), torch.is_autocast_cache_enabled(),
-        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in CASTING),
+        *(getattr(owner, "fp32_precision", None) for owner in (backends.mkldnn.matmul, backends.mkldnn.conv, matmul)),
         backends.cuda.flash_sdp_enabled(), backends.cuda.mem_efficient_sdp_enabled(), backends.cuda.math_sdp_enabled(),
         backends.cuda.cudnn_sdp_enabled(), backends.mha.get_fastpath_enabled(), backends.mkldnn.enabled, backends.cudnn.enabled,
         backends.cudnn.benchmark, backends.cudnn.deterministic, backends.cudnn.allow_tf32,

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ...core.torch_internals.tensors import memory_id
-from .cut import Cut, Stage
+from .cut import HoistStage, StageCut
 from .reads import is_table
 from .sameness import Place
 
 
-def list_places(cut: Cut, stage: Stage) -> list[Place]:
+def list_places(cut: StageCut, stage: HoistStage) -> list[Place]:
     """Return where the tensors stand that a stage reads, as tables of modules and keys in them; not those of slots' tables."""
     found: dict[tuple[int, str], Place] = {}
     for node in stage.nodes:
@@ -28,13 +28,13 @@ def list_places(cut: Cut, stage: Stage) -> list[Place]:
     return list(found.values())
 
 
-def list_layers(cut: Cut, stage: Stage) -> list[nn.Module]:
+def list_layers(cut: StageCut, stage: HoistStage) -> list[nn.Module]:
     """Return the layers that a stage calls, with those inside, but for the tables of slots."""
     called = [str(node.target) for node in stage.nodes if node.op == "call_module" and not is_table(node, cut.root)]
     return list(dict.fromkeys(layer for path in dict.fromkeys(called) for layer in cut.root.get_submodule(path).modules()))
 
 
-def list_early(cut: Cut) -> dict[str, list[Tensor]]:
+def list_early(cut: StageCut) -> dict[str, list[Tensor]]:
     """Return for each stage but the step the tensors that it reads and no step does; one is listed with each of its stages.
 
     Tensors that share memory with one that the step reads are the step's.

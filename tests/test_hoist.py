@@ -1,0 +1,609 @@
+"""What does not depend on a denoiser's latents is computed once: equal to the bit at every step, never stale, and refused in
+words."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+import warnings
+
+import fuzz_hoist
+import pytest
+import tiny_pipelines
+import torch
+import torch.nn.functional as F
+from fuzz_hoist import is_same
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
+
+import fxplug
+from fxplug.core.errors import FxplugError, SpecError
+from fxplug.core.extensions import DistributedPart
+from fxplug.lowerings.hoist.cut import StageCut, prepare_graph
+from fxplug.lowerings.hoist.groups import InputGroups
+from fxplug.lowerings.hoist.hoisted import IN_TURN, HoistedModule
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of diffusers' own schedulers
+GROUPS = {"conditions": ["text"], "time": ["t"]}
+
+
+class Denoiser(nn.Module):
+    """A stage for each set of groups: text alone, time alone, both, and latents."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.text, self.time, self.both = nn.Linear(6, width), nn.Linear(4, width), nn.Linear(width, width)
+        self.enter, self.leave = nn.Linear(4, width), nn.Linear(width, 4)
+
+    def forward(self, x, t, text):
+        waves = torch.outer(t.float(), torch.arange(4, device=t.device).float()).cos()
+        both = self.both(F.silu(self.time(waves))[:, None] + self.text(text))
+        hidden = self.enter(x)
+        return self.leave(F.gelu(hidden + both.mean(1).reshape(hidden.size(0), 1, -1)))
+
+
+def inputs(seed=0, batch=2, words=3, time=5.0):
+    gen = torch.Generator().manual_seed(seed)
+    x, text = torch.randn(batch, 5, 4, generator=gen), torch.randn(batch, words, 6, generator=gen)
+    return {"x": x, "t": torch.full((batch,), time), "text": text}
+
+
+def make(model=None, groups=GROUPS, call=None, **options):
+    """A module traced from a model, and the same hoisted."""
+    torch.manual_seed(0)
+    gm = fxplug.trace((model or Denoiser)().eval(), kwargs=call or inputs())
+    return gm, fxplug.lower(gm, fuse=None, hoist=groups, **options)
+
+
+@torch.no_grad()
+def check(gm, hoisted, **call):
+    """One call of both; the counts of the stages that it computed."""
+    before = dict(hoisted.counts)
+    assert is_same(hoisted(**call), gm(**call))
+    return {name: count - before[name] for name, count in hoisted.counts.items() if count != before[name] and name != "step"}
+
+
+ALL = {"always": 1, "conditions": 1, "time": 1, "conditions+time": 1}
+
+
+def test_a_stage_is_computed_once_for_what_it_needs():
+    gm, hoisted = make()
+    assert hoisted.used == ("always", "conditions", "time", "conditions+time", "step")
+    assert check(gm, hoisted, **inputs()) == ALL
+    assert check(gm, hoisted, **{**inputs(), "x": inputs(1)["x"]}) == {}
+    assert check(gm, hoisted, **inputs(time=4.0)) == {"time": 1, "conditions+time": 1}
+    assert check(gm, hoisted, **{**inputs(), "text": inputs(1)["text"]}) == {"conditions": 1, "conditions+time": 1}
+    assert check(gm, hoisted, **inputs()) == {}
+    assert check(gm, hoisted, **inputs(words=4)) == ALL  # other sizes are another form of call
+    assert "bytes kept" in hoisted.listing and [row.name for row in hoisted.stages] == list(hoisted.used)
+
+
+def test_no_step_reads_the_weights_of_what_is_kept():
+    gm, hoisted = make()
+    call = inputs()
+    with torch.no_grad():
+        want = gm(**call)
+        hoisted(**call)
+        for layer in (gm.text, gm.time, gm.both):
+            layer.weight.data.fill_(torch.nan)  # which leaves no trace
+        assert torch.equal(hoisted(**call), want)
+        hoisted.reset()
+        assert hoisted(**call).isnan().all()
+
+
+FAST = ["flux", "z_image"]
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in fuzz_hoist.FAMILIES])
+def test_pipelines_compute_the_same_at_every_step(name):
+    pipe = tiny_pipelines.make(name)
+    part = "unet" if getattr(pipe, "unet", None) is not None else "transformer"
+    call = {"height": 64, "width": 64, "num_inference_steps": 2, "output_type": "latent", **tiny_pipelines.CALLS[name]}
+    fxplug.rewrite_pipeline(pipe, {part: fxplug.load_pass("lora", at="**", rank=2, slots=2)}, prompt="a red ball", **call)
+    plain = fxplug.lower(getattr(pipe, part))
+    hoisted = fxplug.lower(getattr(pipe, part), hoist=True)
+    steps = 3
+    for prompt in ("a red ball", "a blue photo of gold", "a red ball"):
+        setattr(pipe, part, plain)
+        want = tiny_pipelines.draw(pipe, name, prompt, steps)
+        setattr(pipe, part, hoisted)
+        assert torch.equal(tiny_pipelines.draw(pipe, name, prompt, steps), want)
+    counts = hoisted.counts
+    assert counts["time"] in (steps, 2 * steps) and counts["conditions"] in (2, 3, 4) and counts["step"] >= 3 * steps
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in fuzz_hoist.FAMILIES])
+def test_random_changes_between_calls_are_seen(name):
+    subject = fuzz_hoist.Subject(name, 1, fuse=None)
+    for turn in range(20):
+        assert subject.call(), (turn, subject.last.__name__)
+    assert fuzz_hoist.count_kept(subject.hoisted) > 10
+
+
+# --- the rule
+
+
+def test_bits_are_compared_and_not_values():
+    class Sign(Denoiser):
+        def forward(self, x, t, text):
+            signed = self.text(text).clamp(0, 0).copysign(text[..., :1])
+            return self.leave(F.gelu(self.enter(x) + (1 / signed).mean(1)[:, None]))
+
+    gm, hoisted = make(Sign, {"conditions": ["text"]})
+    zeros = torch.zeros(2, 3, 6)
+    assert check(gm, hoisted, **{**inputs(), "text": zeros}) == {"conditions": 1}
+    assert check(gm, hoisted, **{**inputs(), "text": -zeros}) == {"conditions": 1}
+
+
+def test_expanded_and_unaligned_conditions_are_compared():
+    gm, hoisted = make()
+    text = torch.randn(1, 3, 6)
+    call = {**inputs(), "text": text.expand(2, 3, 6), "t": torch.tensor(5.0).expand(2)}
+    assert check(gm, hoisted, **call) == ALL
+    assert check(gm, hoisted, **call) == {}
+    text.data[0, 0, 0] += 1
+    assert check(gm, hoisted, **call) == {"conditions": 1, "conditions+time": 1}
+    memory = torch.randn(2 * 3 * 6 + 1)
+    assert "conditions" in check(gm, hoisted, **{**inputs(), "text": memory[1:].view(2, 3, 6)})
+
+
+def test_what_is_kept_lies_in_no_memory_of_the_caller():
+    class View(Denoiser):
+        def forward(self, x, t, text):
+            first = text.to(torch.float32)[:, 0, :4].unsqueeze(1)  # a view of the input
+            return x * first + self.leave(self.text(text)).mean(1, keepdim=True), first, self.text(text)
+
+    gm, hoisted = make(View, {"conditions": ["text"]})
+    call, old = inputs(), inputs()["text"]
+    check(gm, hoisted, **call)
+    call["text"].numpy()[:] = 7.0  # the first text is gone from this memory, which the values of the stage may be in
+    check(gm, hoisted, **call)
+    assert check(gm, hoisted, **{**call, "text": old}) == {}
+    with torch.no_grad():
+        for result in hoisted(**{**call, "text": old}):
+            result.zero_()  # a result is the caller's
+    assert check(gm, hoisted, **{**call, "text": old}) == {}
+
+
+WRITES = {
+    "in place": lambda gm: gm.text.weight.add_(1.0),
+    "another Parameter": lambda gm: setattr(gm.text, "weight", nn.Parameter(gm.text.weight + 1)),
+    "its data": lambda gm: setattr(gm.text.weight, "data", gm.text.weight + 1),
+    "load_state_dict": lambda gm: gm.load_state_dict({key: value + 1 for key, value in gm.state_dict().items()}),
+    "assigned": lambda gm: gm.load_state_dict({key: value + 1 for key, value in gm.state_dict().items()}, assign=True),
+    "double": lambda gm: gm.text.weight.copy_(gm.text.weight.double() * 1.1),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_written_weights_are_seen(way):
+    gm, hoisted = make()
+    check(gm, hoisted, **inputs())
+    with torch.no_grad():
+        WRITES[way](gm)
+    assert check(gm, hoisted, **inputs())["conditions"] == 1
+
+
+def test_layers_that_change_are_seen():
+    class Norm(Denoiser):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(6)
+
+        def forward(self, x, t, text):
+            return super().forward(x, t, self.norm(text))
+
+    gm, hoisted = make(Norm)
+    check(gm, hoisted, **inputs())
+    gm.norm.eps = 0.5
+    assert check(gm, hoisted, **inputs())["conditions"] == 1
+    handle = gm.norm.register_forward_hook(lambda layer, args, out: out * 2)
+    assert check(gm, hoisted, **inputs()) == {}  # nothing is kept while somebody hooks a layer of a stage
+    handle.remove()
+    check(gm, hoisted, **inputs())
+    calls = []
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: calls.append(1))
+    try:
+        check(gm, hoisted, **inputs())
+        assert calls
+    finally:
+        handle.remove()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        hoisted(**inputs())
+    assert counter.get_total_flops() == 2 * (6 * 6 * 8 + 2 * 4 * 8 + 6 * 8 * 8 + 10 * 4 * 8 + 10 * 8 * 4)
+
+
+def test_modes_of_torch_are_seen():
+    gm, hoisted = make()
+    check(gm, hoisted, **inputs())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert check(gm, hoisted, **inputs()) == ALL
+    assert check(gm, hoisted, **inputs()) == {}
+    with torch.inference_mode():
+        assert is_same(hoisted(**inputs()), gm(**inputs()))
+    assert hoisted.counts["conditions"] == 3
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert check(gm, hoisted, **inputs()) == ALL
+    finally:
+        torch.set_num_threads(threads)
+    assert check(gm, hoisted, **inputs()) == {}
+
+
+def test_with_gradients_and_in_training_nothing_is_kept():
+    gm, hoisted = make()
+    result = hoisted(**inputs())
+    result.sum().backward()
+    assert gm.text.weight.grad is not None and hoisted.counts == dict.fromkeys(hoisted.used, 0)
+    hoisted.train()
+    assert gm.training
+    with torch.no_grad():
+        hoisted(**inputs())
+    assert hoisted.counts["step"] == 0
+    hoisted.eval()
+    assert check(gm, hoisted, **inputs()) == ALL
+
+
+def test_what_draws_or_writes_is_of_the_step():
+    class Odd(Denoiser):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x, t, text):
+            self.calls += 1
+            noise = torch.rand(text.shape[0], 1, 8, device=text.device)  # needs no input but a size
+            q = self.text(self.drop(text))[:, None]
+            attended = F.scaled_dot_product_attention(q, q, q, dropout_p=0.0)[:, 0]
+            shifted = torch.zeros_like(attended)
+            shifted[:, 0] = attended[:, 1]
+            shifted += self.calls
+            return self.leave(self.enter(x) + noise + attended.mean(1, keepdim=True) + shifted.mean(1, keepdim=True))
+
+    gm, hoisted = make(Odd, {"conditions": ["text"]})
+    assert hoisted.stages[0].operations >= 3  # the layer, and attention, which drops nothing
+    other = copy.deepcopy(gm)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            ours = hoisted(**inputs())
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            assert torch.equal(ours, other(**inputs()))
+    assert hoisted.counts["conditions"] == 1 and gm.calls == other.calls == 3
+    gm.drop.train()  # what draws in training alone is looked at when it is called
+    with torch.no_grad():
+        assert not torch.equal(hoisted(**inputs()), hoisted(**inputs()))
+
+
+def test_sizes_by_value_are_values():
+    class Sized(Denoiser):
+        def forward(self, x, t, text, count):
+            size = x[:, :count].size(1)  # which no shape of an input tells
+            return self.leave(self.enter(x)) + self.text(text)[:, :size].sum() * torch.ones(size).sum()
+
+    call = {**inputs(), "count": 2}
+    gm, hoisted = make(Sized, {"conditions": ["text"]}, call)
+    for count in (2, 3, 2, 1):
+        try:
+            with torch.no_grad():
+                want = gm(**{**call, "count": count})
+        except FxplugError:
+            continue
+        with torch.no_grad():
+            assert torch.equal(hoisted(**{**call, "count": count}), want)
+
+
+def test_large_values_without_weights_are_computed_again():
+    class Table(Denoiser):
+        def forward(self, x, t, text):
+            grid = torch.outer(text[0, :, 0].repeat(1000), torch.arange(2000.0)).cos()  # 24 MB of no weight
+            return super().forward(x, t, text) + grid.mean()
+
+    gm, hoisted = make(Table)
+    check(gm, hoisted, **inputs())
+    assert sum(row.kept_bytes for row in hoisted.stages) < 1 << 20
+
+
+def test_equal_nodes_are_joined():
+    class Twice(Denoiser):
+        def forward(self, x, t, text):
+            parts = [(text * 2).to(torch.float64).cos().float() for _ in range(5)]
+            return self.leave(self.enter(x)) + sum(self.leave(self.text(part)).mean() for part in parts)
+
+    gm, hoisted = make(Twice, {"conditions": ["text"]})
+    cut = StageCut(gm.graph, gm, {"text": "conditions"})
+    assert len([n for n in prepare_graph(gm.graph).nodes if n.target == "cos"]) == 5
+    assert len([n for n in cut.graph.nodes if n.target == "cos"]) == 1
+    check(gm, hoisted, **inputs())
+
+
+def test_calls_that_the_graph_refuses_are_errors_as_before():
+    gm, hoisted = make()
+    for call in ({**inputs(), "t": 5}, {**inputs(), "text": None}, {**inputs(), "text": torch.ones(2, 3, 7)}):
+        with torch.no_grad(), pytest.raises(Exception) as ours:
+            hoisted(**call)
+        with torch.no_grad(), pytest.raises(type(ours.value)) as theirs:
+            gm(**call)
+        assert str(theirs.value) == str(ours.value)
+    check(gm, hoisted, **inputs())
+    assert check(gm, hoisted, **inputs()) == {}
+
+
+def test_limits_bound_what_is_kept():
+    gm, hoisted = make()
+    hoisted.limit(conditions=2, times=3)
+    for seed in range(4):
+        for time in range(5):
+            check(gm, hoisted, **inputs(seed, time=float(time)))
+    assert len(hoisted._known.rows) == 2
+    assert len({key.time for key in hoisted._kept.rows if key.stage == "time"}) == 3
+    size = sum(row.kept_bytes for row in hoisted.stages)
+    hoisted.limit(bytes=size // 2)
+    for seed in range(4):
+        check(gm, hoisted, **inputs(seed))
+    assert sum(row.kept_bytes for row in hoisted.stages) <= size // 2
+    for wrong in ({"conditions": 0}, {"times": True}, {"bytes": "1 GiB"}):
+        with pytest.raises(SpecError, match=f"limit: {next(iter(wrong))} must be a whole number"):
+            hoisted.limit(**wrong)
+
+
+def test_a_condition_that_changes_at_every_call_is_said_once():
+    gm, hoisted = make()
+    with pytest.warns(UserWarning, match="hoist: the condition 'text' has been another one in each of the last"):
+        for seed in range(IN_TURN + 1):
+            check(gm, hoisted, **inputs(seed))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(2 * IN_TURN):
+            check(gm, hoisted, **inputs(seed))
+
+
+# --- groups
+
+
+def test_groups_are_checked():
+    gm = fxplug.trace(Denoiser().eval(), kwargs=inputs())
+    wrong = {
+        r"no input 'txt'\. Did you mean 'text'\?|no input 'txt'": {"conditions": ["txt"]},
+        "no group 'times'": {"times": ["t"]},
+        "must be a list of inputs, not 'text'": {"conditions": "text"},
+        "'t' is in both groups": {"conditions": ["t"], "time": ["t"]},
+        "the groups name no input": {"conditions": []},
+        "hoist must be False, True, or a mapping": "auto",
+        "hoist=True reads what the run of a pipeline has noted": True,
+    }
+    for message, hoist in wrong.items():
+        with pytest.raises(SpecError, match=message):
+            fxplug.lower(gm, hoist=hoist)
+
+
+def test_nothing_to_hoist_names_the_node_in_the_way():
+    class Mixed(Denoiser):
+        def forward(self, x, t, text):
+            return self.leave(self.enter(x) + self.text(text + x.mean()).mean(1, keepdim=True))
+
+    with pytest.raises(SpecError, match="nothing can be hoisted: of text the first reader, 'add', needs the input 'x'"):
+        make(Mixed, {"conditions": ["text"]})
+
+
+# --- all at once, and weights that leave
+
+
+def test_prepare_fills_all_stages_in_one_visit():
+    gm, hoisted = make()
+    call, times = inputs(), [9.0, 5.0, 1.0]
+    hoisted.prepare(**{**call, "x": torch.full_like(call["x"], torch.nan)}, times=torch.tensor(times))
+    assert hoisted.counts == {"always": 1, "conditions": 1, "time": 3, "conditions+time": 3, "step": 0}
+    for time in times:
+        assert check(gm, hoisted, **inputs(time=time)) == {}
+        assert check(gm, hoisted, **{**call, "t": torch.tensor(time).expand(2)}) != {}  # of other strides
+    for wrong in ("now", [], [None]):
+        with pytest.raises(SpecError, match="prepare: times must be"):
+            hoisted.prepare(**call, times=wrong)
+    with pytest.raises(SpecError, match="prepare: nothing is kept of this call, because it is in training"):
+        hoisted.train().prepare(**call)
+
+
+def test_weights_that_no_step_reads_leave():
+    """The CPU stands for the device: where weights are away, what is there in their place is the host's."""
+    gm, hoisted = make()
+    with pytest.raises(SpecError, match=r"the times of a run are not known.*prepare\(\.\.\., times=scheduler\.timesteps\)"):
+        hoisted.offload("cpu")
+    times = [9.0, 5.0]
+    plain = copy.deepcopy(gm)
+    hoisted.prepare(**inputs(), times=times)
+    hoisted.offload("cpu")
+    early = {name: value.nbytes for name, value in gm.named_parameters() if name.startswith(("text.", "time.", "both."))}
+    found = {id(t): t.nbytes for own in hoisted._offload.stages.values() for t in own}
+    assert sum(found.values()) == sum(early.values())
+    assert hoisted._offload.count_bytes() == 0
+    seen = []
+    for name in hoisted.used:
+        part = hoisted._part(name)
+        part.register_forward_pre_hook(lambda *_, name=name: seen.append((name, hoisted._offload.count_bytes())))
+    for time in times:
+        assert check(plain, hoisted, **inputs(time=time)) == {}
+    assert seen == [("step", 0)] * 2
+    seen.clear()
+    assert check(plain, hoisted, **inputs(1, time=9.0)) == {"conditions": 1, "conditions+time": 2}  # for both times at once
+    assert check(plain, hoisted, **inputs(1, time=5.0)) == {}
+    sizes = [sum(early[f"{part}.{kind}"] for kind in ("weight", "bias")) for part in ("text", "both")]
+    assert seen == [("conditions", sizes[0]), *[("conditions+time", sizes[1])] * 2, *[("step", 0)] * 2]
+    assert torch.equal(hoisted(**inputs()), plain(**inputs()))  # with gradients all weights come back
+    with torch.no_grad():
+        for module in (plain, gm):
+            module.text.weight.add_(1)
+    assert check(plain, hoisted, **inputs(1, time=9.0))["conditions"] == 1
+    for part in hoisted._parts.values():
+        part._forward_pre_hooks.clear()
+    hoisted.offload(None)
+    assert check(plain, hoisted, **inputs(1, time=9.0)) == {}
+
+
+# --- with what else there is
+
+
+def test_a_hoisted_module_is_saved_as_its_source_and_its_groups(tmp_path):
+    gm, hoisted = make()
+    gm = fxplug.apply(gm, fxplug.load_pass("lora", at="**", rank=2, slots=2))
+    hoisted = fxplug.lower(gm, hoist=GROUPS)
+    fxplug.save(hoisted, tmp_path / "it")
+    loaded = fxplug.load(tmp_path / "it")
+    assert [n.name for n in loaded.graph.nodes] == [n.name for n in gm.graph.nodes] and "input_groups" not in gm.meta
+    again = fxplug.lower(loaded, hoist=True)
+    assert again.groups == hoisted.groups
+    check(again.module, again, **inputs())
+    assert is_same(again(**inputs()), hoisted(**inputs()))
+    twin = copy.deepcopy(hoisted)
+    check(twin.module, twin, **inputs())
+    with torch.no_grad():
+        twin.text.weight.add_(1)
+    assert check(hoisted.module, hoisted, **inputs()) == ALL
+    assert check(hoisted.module, hoisted, **inputs()) == {}
+
+
+@pytest.mark.parametrize("options", [{}, {"merge": "live"}, {"merge": "fold"}, {"merge": "auto"}, {"fuse": "fused"}], ids=str)
+def test_slots_are_switched_in_every_form(options):
+    gm, _ = make()
+    gm = fxplug.apply(gm, fxplug.load_pass("lora", at="**", rank=2, slots=2))
+    for seed, name in enumerate(("ink", "film")):
+        gm.adapters.load(name, fuzz_hoist.make_adapter(gm, seed))
+    hoisted = fxplug.lower(gm, hoist=GROUPS, **options)
+    plain = hoisted.module
+    check(plain, hoisted, **inputs())
+    if options.get("merge") == "fold":
+        return
+    choices = ["ink", {"ink": 0.5, "film": -1.0}, None, "film", "ink"]
+    choices += [] if "merge" in options else [["ink", "film"], ["film", None], ["ink", "film"]]
+    for choice in choices:
+        hoisted.adapters.use(choice)
+        check(plain, hoisted, **inputs())
+        assert check(plain, hoisted, **inputs()) == {}
+    if "merge" not in options:
+        hoisted.adapters.use("ink")
+        assert check(plain, hoisted, **inputs()) == {}  # a switch back finds what was kept
+        with hoisted.adapters.using("film"):
+            check(plain, hoisted, **inputs())
+        assert check(plain, hoisted, **inputs()) == {}
+    hoisted.adapters.load("ink", fuzz_hoist.make_adapter(plain, 7), replace=True)
+    check(plain, hoisted, **inputs())
+
+
+@pytest.mark.filterwarnings("ignore:hoist. the condition")  # three threads have more than are kept
+def test_threads_with_other_adapters_and_prompts_get_their_own():
+    gm, _ = make()
+    gm = fxplug.apply(gm, fxplug.load_pass("lora", at="**", rank=2, slots=2))
+    for seed, name in enumerate(("ink", "film")):
+        gm.adapters.load(name, fuzz_hoist.make_adapter(gm, seed))
+    hoisted = fxplug.lower(gm, fuse=None, hoist=GROUPS).limit(conditions=2, times=2)
+    wrong = []
+
+    def work(number):
+        for turn in range(30):
+            call = inputs(turn % 3 + number, time=float(turn % 4))
+            with torch.no_grad(), hoisted.adapters.using(["ink", "film"][(turn + number) % 2]):
+                if not torch.equal(hoisted(**call), gm(**call)):
+                    wrong.append((number, turn))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_stages_are_compiled_once():
+    torch._dynamo.reset()
+    gm, hoisted = make()
+    gm = fxplug.apply(gm, fxplug.load_pass("lora", at="**", rank=2, slots=2))
+    for seed, name in enumerate(("ink", "film")):
+        gm.adapters.load(name, fuzz_hoist.make_adapter(gm, seed))
+    hoisted = fxplug.lower(gm, fuse=None, hoist=GROUPS)
+    counter = CompileCounterWithBackend("eager")
+    hoisted.compile(backend=counter)
+    plain = torch.compile(copy.deepcopy(gm), backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for turn, choice in enumerate(["ink", "film", None, {"ink": 0.5}, "film"]):
+            for module in (hoisted, plain):
+                module.adapters.use(choice)
+            assert torch.allclose(hoisted(**inputs(turn, time=float(turn))), plain(**inputs(turn, time=float(turn))), atol=1e-6)
+    assert counter.frame_count == len(hoisted.used)
+    with torch.no_grad(), pytest.raises(Exception, match=r"call its own compile\(\)"):
+        torch.compile(hoisted, backend="eager")(**inputs())
+    with torch.no_grad(), pytest.raises(Exception, match=r"call its own compile\(\)"):
+        torch.compile(Around(hoisted), backend="eager", fullgraph=True)(**inputs())
+
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **call):
+        return self.inner(**call) + 1
+
+
+class Block(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.time, self.text, self.out = nn.Linear(4, width), nn.Linear(6, width), nn.Linear(width, width)
+        self.wide = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(width, width), nn.GELU())))
+
+    def forward(self, x, waves, text):
+        return x + self.out(F.gelu(self.wide(x) + self.time(waves)[:, None] + self.text(text).mean(1, keepdim=True)))
+
+
+class Blocks(Denoiser):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x, t, text):
+        waves = torch.outer(t.float(), torch.arange(4, device=t.device).float()).cos()
+        hidden = self.enter(x)
+        for block in self.blocks:
+            hidden = block(hidden, waves, text)
+        return self.leave(hidden)
+
+
+@pytest.mark.parametrize("regions", ["auto", True, ["blocks.*"]])
+def test_the_step_is_outlined(regions):
+    gm, hoisted = make(Blocks, outline=regions)
+    assert list(hoisted._part("step").meta["nested"].values()) == [[f"blocks.{n}" for n in range(4)]]
+    for time in (5.0, 4.0, 5.0):
+        check(gm, hoisted, **inputs(time=time))
+    assert hoisted.counts == {"always": 1, "conditions": 1, "time": 2, "step": 3}
+    with pytest.raises(FxplugError, match="matches nothing|no region"):
+        make(Blocks, outline=["layers.*"])
+    _, alone = make(outline="auto")  # nothing is repeated
+    assert "nested" not in alone._part("step").meta
+
+
+def test_what_does_not_go_together_is_refused():
+    _, hoisted = make()
+    with pytest.raises(SpecError, match="not HoistedModule: give it what that was made from"):
+        fxplug.StepCache(hoisted)
+    with pytest.raises(SpecError, match="takes a traced module, not HoistedModule"):
+        fxplug.lower(hoisted)
+
+
+def test_a_module_of_several_processes_is_refused():
+    class Part(nn.Module, DistributedPart):
+        def __init__(self):
+            super().__init__()
+
+    gm, _ = make()
+    gm._modules["part"] = Part()
+    with pytest.raises(SpecError, match="runs in several processes"):
+        HoistedModule(gm, InputGroups(("text",), ("t",)))
+
+
+def test_messages_are_said_in_words():
+    _, hoisted = make()
+    assert re.match(r"always: \d+, conditions: \d+, ", hoisted.extra_repr())
