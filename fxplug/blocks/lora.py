@@ -177,13 +177,17 @@ class Lora(LowRank):
             x = self.pad(x, y)
         if rows is not None:
             return self.banked(x, y, rows)
+        return torch.add(y, self.compute(x))
+
+    def compute(self, x: Tensor) -> Tensor:
+        """Return what is added to the layer's output for its input x, which is padded already."""
         if self.kind == "Embedding":
             hidden = F.dropout(self.down(x), self.dropout, self.training)
         else:
             hidden = self.down(F.dropout(x, self.dropout, self.training))
         if self.bias:
-            return torch.add(y, self.up(hidden) * self.scale)
-        return torch.add(y, self.up(hidden * self.scale))  # scaled where it is small: no pass over all of y, or its gradient
+            return self.up(hidden) * self.scale  # type: ignore[no-any-return]
+        return self.up(hidden * self.scale)  # type: ignore[no-any-return]  # where it is small: no pass over all of y
 
     def banked(self, x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
         """Return y with the updates of a bank. In eager code on a CPU only slots in use cost time."""

@@ -63,7 +63,7 @@ class Stepper:
             self.plugins.call("on_step_start", **here)
             with nullcontext() if last else self.accelerator.no_sync(self.loss.runner):
                 loss, report = self.loss(batch, step, micro, len(batches))
-                self.accelerator.backward(loss / (sum(counts) / counts[micro]))
+                self.loss.backward(loss / (sum(counts) / counts[micro]))
             loss = loss.detach()
             reports.append({"loss": float(loss), **report})
             if not math.isfinite(reports[-1]["loss"]):

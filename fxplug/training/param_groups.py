@@ -147,7 +147,7 @@ def _groups(module: TracedModule, base: Sequence[str], others: bool = False) -> 
     if slotted:
         raise TrainError(
             f"pass '{slotted[0]}' has slots, which cannot be trained: train the pass without slots and load the saved adapter, "
-            "or set train: false"
+            "or set train: false; train.adapters trains several for slots at once"
         )
     for entry in entries:
         names = [name for name in named if owner.get(name) == entry["name"] and named[name].is_floating_point()]

@@ -126,10 +126,15 @@ def make_random_state(stood: tuple[Any, ...] | None = None) -> dict[str, Any]:
     return {"python": [version, list(numbers), gauss], "numpy": numpys, "torch": cpu, **device}
 
 
+def read_random_state(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the states of a `make_random_state` as `get_random_state` has them, those of GPUs left out."""
+    (version, numbers, gauss), (kind, keys, *rest) = state["python"], state["numpy"]
+    return (version, tuple(numbers), gauss), (kind, keys.numpy().astype(np.uint32), *rest), state["torch"], []
+
+
 def load_random_state(state: Mapping[str, Any]) -> None:
     """Set the generators to the states of a `make_random_state`."""
-    (version, numbers, gauss), (kind, keys, *rest) = state["python"], state["numpy"]
-    set_random_state(((version, tuple(numbers), gauss), (kind, keys.numpy().astype(np.uint32), *rest), state["torch"], []))
+    set_random_state(read_random_state(state))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from accelerate import Accelerator
 from torch import nn
 
 from ..config.flow import Step, rewrite, save_run_record
@@ -22,6 +23,8 @@ from ..pipelines.pipeline_model import list_denoisers
 from ..pipelines.recorded_run import get_components
 from ..reporting.reports import report
 from .adapter_output import check_adapter, find_pipeline, has_adapter, prove_adapter, write_adapter
+from .adapter_runs import AdapterRuns
+from .adapter_settings import check_adapter_settings, make_adapter_data, make_adapter_settings
 from .checkpoint import find_newest
 from .data.loader import Loader
 from .data.sources import open_items
@@ -90,7 +93,7 @@ def train(
     config = source if isinstance(source, Config) else load_config(source, set)
     if config.train is None:
         raise SpecError("the section 'train' is missing: it sets the task, epochs or steps, and lr", where=config.where())
-    if config.data is None:
+    if config.data is None and not config.train.adapters:
         raise SpecError("the section 'data' is missing: it names the samples", where=config.where())
     with config.located():
         device = config.device if "device" in config.model_fields_set else None
@@ -103,6 +106,8 @@ def train(
         if accelerator.is_main_process:
             check = RunFolder(folder, config.train.save, warnings.warn).check
             check(resumes=start is not None and start.is_relative_to(folder))
+        if config.train.adapters:
+            return _train_adapters(config, folder, start, accelerator, plain, progress, quiet)
         piped = config.model.kind == "pipeline" and config.train.task.name == "denoise"
         if piped:
             check_options(config.train.task)
@@ -110,6 +115,7 @@ def train(
             finding = f"names {', '.join(config.model.part)}, and only the task denoise trains several: name one"
             raise SpecError(finding, path=("model", "part"))
         task: Task | None = None if piped else make_task(config.train.task)
+        assert config.data is not None
         plugins = load_plugins(config.train.plugins, base=config.base, on_error=config.train.on_plugin_error)
         rank, world = share(accelerator, config.train)
         common: dict[str, Any] = {"seed": config.seed, "rank": rank, "world": world, "batch": config.train.batch}
@@ -162,6 +168,61 @@ def train(
             if isinstance(task, PipelineDenoise) and (folder / "adapter").is_dir():
                 prove_adapter(trainer, task, folder / "adapter")
     return Run(result.module, history, folder, trainer.metrics, trainer, use)
+
+
+def _train_adapters(
+    config: Config, folder: Path, start: Path | None, accelerator: Accelerator, plain: Any, progress: Step | None, quiet: bool
+) -> Run:
+    """Train the adapters of a configuration in one run; see `train`."""
+    settings, kind = config.train, config.model
+    assert settings is not None
+    piped = kind.kind == "pipeline" and settings.task.name == "denoise"
+    if piped:
+        check_options(settings.task)
+    check_adapter_settings(settings, accelerator)
+    if isinstance(kind.part, list) and len(kind.part) > 1:
+        raise SpecError("names several models, and many adapters are of one: name one", path=("model", "part"))
+    adapters: list[dict[str, Any]] = []
+    for index, one in enumerate(settings.adapters):
+        own = make_adapter_settings(settings, index)
+        spec, seed = make_adapter_data(config.data, one, index), config.seed if one.seed is None else one.seed
+        common: dict[str, Any] = {"seed": seed, "batch": own.batch}
+        with prefix_path("train", "adapters", index):
+            prior = _open_prior(spec, config.base, seed, None)
+            data = Loader(open_items(spec, config.base), spec, prior=prior, **common)
+            test = None
+            if spec.test is not None:
+                test = Loader(open_items(spec.test, config.base, test=True), spec.test, train=False, **common)
+        adapters.append({**one.model_dump(exclude_unset=True), "data": data, "test": test})
+    result = rewrite(config, verify=config.verify, progress=progress, compile=False)
+    save_run_record(result)
+    for given in adapters:
+        if piped:
+            read = config.model_copy(update={"data": given["data"].spec})
+            pipe = result.pipeline
+            caches: dict[str, Any] = {"store": _open_store(read, pipe)}
+            caches["latents"] = functools.partial(_open_cache, read, LATENTS)
+            with prefix_path("train", "task", "denoise"):
+                given["task"] = PipelineDenoise(pipe, kind.arguments, result.part, **caches, **settings.task.options)
+    trainer: Any = AdapterRuns(
+        Trainer,
+        result.module,
+        adapters[0].get("task") or settings.task,
+        adapters=adapters,
+        out=folder,
+        seed=config.seed,
+        base=config.base,
+        config=plain,
+        timm=str(kind.target) if kind.kind == "timm" else None,
+        settings=settings,
+        accelerator=accelerator,
+        quiet=quiet,
+    )
+    trainer.open(start)
+    with report_errors(lambda finding: TrainError(f"{folder} {finding}"), "cannot be written"):
+        (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), "utf-8")
+    history = trainer.fit(resume=start)
+    return Run(result.module, history, folder, trainer.metrics, trainer)
 
 
 def _open_prior(spec: Data, base: Path, seed: int, hooks: Plugins | None) -> Loader | None:

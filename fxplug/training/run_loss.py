@@ -14,6 +14,7 @@ from ..lowerings.frozen_norms import freeze_norms
 from .diagnosis import describe_misfit, find_first_not_finite
 from .distributed import set_mode
 from .random_draws import RunDraws
+from .shared_pass import SharedModule
 from .shared_samples import find_call
 from .tasks.task import Batch, Task
 from .train_section import Train
@@ -59,6 +60,14 @@ class RunLoss:
             why = self.task.unreached or "it is detached, or the passes do not affect it"
             raise TrainError(f"the loss does not depend on any trained parameter: {why}")
         return loss, {key: float(v.detach() if isinstance(v, Tensor) else v) for key, v in report.items()}
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a loss to those of the parameters; with other adapters' losses, where they share a pass."""
+        if isinstance(self.runner, SharedModule):
+            loss.backward()  # type: ignore[no-untyped-call]  # up to the results of the module
+            self.runner.wait_for_gradients()
+        else:
+            self.accelerator.backward(loss)
 
     def diagnose(self, finding: str, batch: Batch, step: int, micro: int, micros: int) -> str:
         """Add to a finding the batch and the first region that went non-finite, by one forward as in training."""

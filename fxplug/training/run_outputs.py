@@ -173,14 +173,14 @@ class RunOutputs:
 
         Plugins get `on_training_end` before, with the weights that will be written: what they change is in the module.
         """
-        averages = self._collect()
+        averages = self.collect()
         self.plugins.call("on_training_end", global_step=self.progress.seen)
         self._write_modules(averages)
         self.saved = True
         if self.out is not None and self.first:
             self._tell(self.out / "module")
 
-    def _collect(self) -> dict[str, Any]:
+    def collect(self) -> dict[str, Any]:
         """Put the trained weights that are to be evaluated, whole and in their own dtype, into the module, and return the
         averaged ones by name."""
         end_training(self.state.optimizer)
@@ -252,7 +252,7 @@ class RunOutputs:
                 lost = f"it cannot be written: {other}"
         try:
             if lost is None:
-                self._write_modules(self._collect())
+                self._write_modules(self.collect())
         except Exception as other:  # as above
             module = f"; the module could not be written: {other}"
         text = f"{'stopped' if isinstance(error, KeyboardInterrupt) else 'the run ended'} after step {step}"

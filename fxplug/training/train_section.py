@@ -159,6 +159,33 @@ class GroupRates(Section):
         return self
 
 
+ADAPTER_NAME = r"^\w[\w .+-]*$"  # it is the name of a folder, too
+OF_ADAPTER = ("name", "data", "rank", "alpha", "dropout", "seed")  # what an adapter has that the section `train` has not
+
+
+class TrainedAdapter(Section):
+    """One of the adapters that a run trains at once: what it has of its own. What it does not say is that of the run."""
+
+    name: str = declare(..., "what it is called, and the folder `adapter/NAME`", "ink", pattern=ADAPTER_NAME, max_length=64)
+    data: str | dict[str, Any] | None = declare(
+        None, "its samples: what differs from the section `data`, or the path alone", {"images": "ink/"}
+    )
+    rank: int | None = declare(None, "its rank, up to that of the slots; null: that of the pass", 16, ge=1)
+    alpha: float | None = declare(None, "its alpha; null: that of the pass", 8, gt=0)
+    dropout: float | None = declare(None, "its dropout; null: that of the pass", 0.1, ge=0, lt=1)
+    seed: int | None = declare(None, "what its weights, samples and noise begin with; null: the seed of the run", 1, ge=0)
+    steps: int | None = declare(None, "how many steps; or `epochs`", 1000, ge=1)
+    epochs: int | None = declare(None, "how many times all its samples; or `steps`", 10, ge=1)
+    batch: int = declare(8, "its samples of a step", 2, ge=1)
+    lr: float = declare(1e-4, "its learning rate", 3e-4, ge=0)
+    weight_decay: float = declare(0.0, "its weight decay", 0.01, ge=0)
+    groups: dict[Text, GroupRates] = declare({}, "rates of some of its parameters", {"**.up": {"lr_ratio": 16.0}})
+    optimizer: One = declare(Use("adamw", {}), "its optimizer", {"sgd": {"momentum": 0.9}})
+    scheduler: One | None = declare(None, "its schedule", {"cosine": {"warmup": 100}})
+    clip: float | None = declare(None, "the largest norm of its gradient", 1.0, gt=0)
+    ema: float | None = declare(None, "the decay of its averaged weights", 0.999, gt=0, lt=1)
+
+
 class Train(Section):
     """The `train` section. `batch` is samples per process and micro step; `accumulate` micro steps are one step.
 
@@ -207,6 +234,10 @@ class Train(Section):
     mode: Literal["train", "eval"] = declare(
         "train", "`eval`: the base computes as in evaluation, without dropout, and only what was added trains", "eval"
     )
+    adapters: list[TrainedAdapter] = declare(
+        [], "adapters that train at once in the slots of the passes, each as in a run of its own",
+        [{"name": "ink", "data": {"images": "ink/"}, "rank": 8, "steps": 1500}],
+    )  # fmt: skip
     trainable: list[Text] = declare([], "patterns of base parameters that train too; `**` is all of it", ["head"])
     assistant: Text | None = declare(
         None, "an adapter file that is on, frozen, in training steps alone, and in nothing saved", "undistilled.safetensors"
@@ -239,9 +270,17 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _one_length(self) -> Train:
-        if (self.steps is None) == (self.epochs is None):
+        own = bool(self.adapters) and all(one.steps or one.epochs for one in self.adapters)
+        if (self.steps is None) == (self.epochs is None) and not (own and self.steps is None):
             found = "neither" if self.steps is None else "both"
             raise convert_error(SpecError(f"needs one of 'steps' and 'epochs'; found {found}"))
+        for index, one in enumerate(self.adapters):
+            if one.name in (names := [other.name for other in self.adapters[:index]]):
+                finding = f"'{one.name}' is the name of adapter {names.index(one.name) + 1} already: each has one of its own"
+                raise convert_error(SpecError(finding, path=("adapters", index, "name")))
+            if one.steps is not None and one.epochs is not None:
+                finding = "needs one of 'steps' and 'epochs' at most; found both"
+                raise convert_error(SpecError(finding, path=("adapters", index)))
         return self
 
 

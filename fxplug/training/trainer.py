@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,9 @@ from .checks import check_batches, check_samples, check_saved, check_used, choos
 from .data.loader import Loader, list_skipped
 from .data.sources import match_test_items
 from .data.wrapped_loader import make_loader
-from .diagnosis import check_fits, find_without_gradient
-from .distributed import check_agreement, gather, make_accelerator, move_module, prepare, set_mode
+from .distributed import check_agreement, make_accelerator, move_module, prepare
 from .evaluation import Evaluation, move
+from .first_batch import FirstBatch
 from .identity import compute_digest, describe_run
 from .interrupts import catch_interrupts
 from .monitor import RunMonitor
@@ -53,16 +52,25 @@ class Trainer:
     or Loaders (or `test={"every": 1, "data": ...}`). The other settings are those of a configuration's `train` section
     (`epochs=5, batch=32, lr=1e-3`). A given `optimizer` takes the place of the settings' one; a given `scheduler` is stepped
     once an epoch. The module keeps its Parameter objects: what passes added and what `trainable` names is trained in place,
-    nothing else of it is written. Without `out` nothing is written to disk.
+    nothing else of it is written. Without `out` nothing is written to disk. With `adapters`, a list of mappings, it trains all
+    of them at once in the slots of the module's passes, see `AdapterRuns`.
 
     Raises SpecError and TrainError for what cannot be trained.
     """
+
+    def __new__(cls, *args: Any, adapters: Sequence[Any] | None = None, **given: Any) -> Any:
+        """Make the trainer of many adapters where there are some, else one of this class."""
+        if adapters is None:
+            return object.__new__(cls)
+        from .adapter_runs import AdapterRuns  # which makes a trainer for each
+
+        return AdapterRuns(cls, *args, adapters=adapters, **given)
 
     def __init__(
         self,
         module: TracedModule,
         task: Any,
-        data: Any,
+        data: Any = None,
         test: Any = None,
         *,
         out: str | Path | None = None,
@@ -77,6 +85,7 @@ class Trainer:
         settings: Train | None = None,
         accelerator: Accelerator | None = None,
         plugins: Plugins | Sequence[Any] | None = None,
+        adapters: Sequence[Any] | None = None,  # with some, `__new__` makes another
         **train: Any,
     ) -> None:
         if not isinstance(module, TracedModule):
@@ -108,6 +117,7 @@ class Trainer:
         self.base = Path(base or Path.cwd())
         move_module(module, place)
         self.rank, self.world = share(self.accelerator, self.settings)
+        self.seed_of_draws = mix(seed, self.rank)  # of dropout
         self.draws = RunDraws(seed, rank=self.rank, world=self.world, device=place)
         common: dict[str, Any] = {"batch": self.settings.batch, "seed": seed, "rank": self.rank, "world": self.world}
         self.data = make_loader(data, train=True, hooks=self.plugins if self.plugins.transforms else None, **common)
@@ -121,7 +131,9 @@ class Trainer:
         self.parts = task_setup.list_rewritten_parts(module, self.task)
         if self.out is not None:
             check_saved(self.parts.values())
-        self._check_first_batch()  # before plugins see the module, which may hook it
+        peek = None if self.plugins.has("on_step_start") else self.data.peek  # a plugin may change it
+        self.first_batch = FirstBatch(module, self.task, self.settings, self.accelerator, self.draws, peek)
+        self.first_batch.check()  # before plugins see the module, which may hook it
         self.plugins.begin(
             RunStart(
                 module, self.task, self.data, self.settings, self.config, self.out,
@@ -147,39 +159,9 @@ class Trainer:
             self.module,
             self.state,
             RunFolder(out, self.settings.save, self.watch.note),
-            describe=lambda: self.run,
-            config=self.config,
-            task=self.task,
-            dtypes=self.dtypes,
-            sharded=self.sharded,
-            accelerator=self.accelerator,
-            watch=self.watch,
-            plugins=self.plugins,
-            out=self.out,
-        )
-
-    def _first_batch(self) -> tuple[Batch | None, Draws]:
-        """Return the first batch, with its random numbers; None if a plugin may change it, or the data set raises."""
-        batch = None
-        if not self.plugins.has("on_step_start"):
-            with contextlib.suppress(Exception):  # the data set's own, which the first step tells
-                batch = self.data.peek()
-        set_mode(self.module, self.module, self.settings.mode)
-        return batch and self.moved(batch), self.draws.of(1)
-
-    def _check_first_batch(self) -> None:
-        """Raise TrainError if the first batch does not fit the graph, unless a plugin may still change it."""
-        batch, draws = self._first_batch()
-        if batch is not None:
-            check_fits(self.module, self.task, batch, draws, self.accelerator)
-
-    def _some_without_gradient(self) -> bool:
-        """Return whether a process's trainable parameters get no gradient from the first batch: DDP must look for them."""
-        if self.accelerator.num_processes == 1 or self.settings.shard or self.settings.parallel is not None:
-            return False
-        batch, draws = self._first_batch()
-        found = batch is None or bool(find_without_gradient(self.module, self.task, batch, draws, self.accelerator))
-        return any(gather(self.accelerator, found))
+            describe=lambda: self.run, config=self.config, task=self.task, dtypes=self.dtypes, sharded=self.sharded,
+            accelerator=self.accelerator, watch=self.watch, plugins=self.plugins, out=self.out,
+        )  # fmt: skip
 
     @property
     def steps(self) -> int:
@@ -200,7 +182,7 @@ class Trainer:
         self.frozen = make_frozen_filter(self.module, names, self.settings.trainable)
         self.divided = self._divided()
         self.learner = task_setup.with_assistant(self.divided, self.settings, self.base)
-        unused = self._some_without_gradient()
+        unused = self.first_batch.is_some_without_gradient()
         self.runner, self.sharded = prepare(self.learner, self.settings, self.frozen, self.accelerator, unused)
         if self.sharded is not None:
             held = get_originals(self.sharded)
@@ -234,12 +216,23 @@ class Trainer:
         parts = {**self.parts, "": self.learner} if self.settings.assistant else self.parts
         every = {f"{before}{name}": p for before, part in parts.items() for name, p in part.named_parameters()}
         base = {name: p for name, p in every.items() if name not in self.trained}
+        return self.describe({**base, **self.state.first_buffers})
+
+    def describe(self, base: Mapping[str, Any]) -> dict[str, Any]:
+        """Describe the run in plain values.
+
+        Args:
+            base: What does not train, by name, of which there is a digest.
+
+        Returns:
+            What `describe_run` gives.
+        """
         return describe_run(
             self.parts,
             self.settings,
             config=self.config,
             trained=self.trained,
-            base={**base, **self.state.first_buffers},
+            base=base,
             groups=self.groups,
             kinds=(type(self.optimizer.optimizer).__name__, type(self.schedule.scheduler).__name__),
             task=format_use(self.settings.task if isinstance(self._named, Task) else read_use(self._named)),
@@ -286,7 +279,7 @@ class Trainer:
         start = None if resume is None else find_newest(Path(resume))
         if self.out is not None or start is not None or self.accelerator.num_processes > 1:
             check_agreement(self.accelerator, self.run)  # made before the training changes what it is made of
-        with self.outputs.opened(start), seed_within(mix(self.seed, self.rank)):
+        with self.outputs.opened(start), seed_within(self.seed_of_draws):
             if start is not None:
                 self._resume(start)
                 self.history = self.watch.history()
@@ -306,17 +299,12 @@ class Trainer:
         self.plugins.call("on_training_start", optimizer=self.optimizer, config=self.config, **length)
         try:
             with catch_interrupts() as asked:
-                self.take_step.asked = lambda: bool(asked)
-                if self.settings.log.samples and not self.progress.step:
-                    self._pictures()
-                self._train()
+                self.take_steps(lambda: bool(asked))
             if self.take_step.stop:
                 self.outputs.keep()
                 end = KeyboardInterrupt(f"stopped after step {self.progress.step}")
                 end.signal = asked[0] if asked else signal.SIGINT  # type: ignore[attr-defined]  # for the exit code
                 raise end
-            if self._waits() and self.progress.step < self.steps:
-                self.watch.note(f"ended after step {self.progress.step}: {self.progress.waited} tests without an improvement")
             self._finish()
         except BaseException as error:  # whoever it comes from: nothing learnt is lost
             if self.take_step.whole:
@@ -324,11 +312,17 @@ class Trainer:
             self.outputs.rescue(error, whole=self.take_step.whole)
             raise
         finally:
-            self._close()
+            self.close()
 
-    def _train(self) -> None:
-        """Take the steps of one epoch after the other, until the run is done, told to stop, or waits in vain."""
-        progress = self.progress
+    def take_steps(self, asked: Callable[[], bool]) -> None:
+        """Take the steps of one epoch after the other, until the run is done, told to stop, or waits in vain.
+
+        Args:
+            asked: Whether it is told to stop, which is looked at after each step.
+        """
+        self.take_step.asked, progress = asked, self.progress
+        if self.settings.log.samples and not progress.step:
+            self.draw_samples()
         while progress.step < self.steps and not self.take_step.stop and not self._waits():
             self._begin_epoch()
             before = time.perf_counter()
@@ -338,6 +332,8 @@ class Trainer:
                 before = time.perf_counter()
             if progress.done >= progress.batches:
                 self._end_epoch()
+        if self._waits() and progress.step < self.steps and not self.take_step.stop:
+            self.watch.note(f"ended after step {progress.step}: {progress.waited} tests without an improvement")
 
     def _begin_epoch(self) -> None:
         """Tell plugins of an epoch, unless only its end is left, and put what trains into its mode."""
@@ -398,7 +394,7 @@ class Trainer:
         )
         if progress.step < self.steps:
             if settings.log.samples and progress.step % settings.log.samples == 0:
-                self._pictures()
+                self.draw_samples()
             if settings.save.every and progress.step % settings.save.every == 0:
                 self.outputs.keep()
 
@@ -422,7 +418,7 @@ class Trainer:
         if self.settings.test.best:
             self.outputs.take_best()
             self.metrics = self.progress.measured or self.metrics
-        self._pictures()
+        self.draw_samples()
         self.outputs.export()
         self.accelerator.wait_for_everyone()  # a process that ended while the first one writes would take it with it
 
@@ -456,7 +452,7 @@ class Trainer:
         patience = self.settings.test.patience
         return patience is not None and self.progress.waited >= patience
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Shut down the workers, note unreadable images, and close the monitor."""
         for loader in (self.data, self.tests) if self.tests else (self.data,):
             loader.close()
@@ -480,7 +476,7 @@ class Trainer:
         self.metrics = metrics
         return metrics
 
-    def _pictures(self) -> None:
+    def draw_samples(self) -> None:
         """Draw the task's samples, if it has any."""
         images = self.evaluation.samples(Draws(self.seed, 0, device=self.accelerator.device))
         if images is not None:

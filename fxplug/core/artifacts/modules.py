@@ -94,7 +94,7 @@ def _has_blocks(package: str) -> bool:
     return package == "fxplug.blocks" or package in extensions.list_block_packages()
 
 
-def constructor_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
+def list_constructor_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
     """Return the parameters of a class's constructor that a file may set."""
     return [
         p
@@ -212,7 +212,7 @@ def _class_record(module: nn.Module, path: str) -> dict[str, Any]:
 
 def _by_constructor(module: nn.Module) -> dict[str, Any]:
     """Return the constructor arguments of an equal module; raise an error with the reason if there are none."""
-    arguments = constructor_arguments(module)
+    arguments = get_constructor_arguments(module)
     rebuilt = construct(type(module), arguments)
     ours, theirs = _facts(module), _facts(rebuilt)
     changed = {name: value for name, value in _attributes(module).items() if theirs.get(name) != ours[name]}
@@ -223,10 +223,10 @@ def _by_constructor(module: nn.Module) -> dict[str, Any]:
     return record
 
 
-def constructor_arguments(module: nn.Module) -> dict[str, Any]:
+def get_constructor_arguments(module: nn.Module) -> dict[str, Any]:
     """Return the arguments of `type(module)`, read from the attributes with the names of its parameters."""
     found = {}
-    for parameter in constructor_parameters(type(module)):
+    for parameter in list_constructor_parameters(type(module)):
         name = parameter.name
         value = getattr(module, name, parameter.empty)
         if name in module._parameters:
@@ -378,7 +378,7 @@ class _Reader:
 
     def _constructed(self, cls: type[nn.Module], given: dict[str, Any], path: str, where: str) -> nn.Module:
         arguments = {check_name(k, "argument name"): self._value(v, function=True) for k, v in given.items()}
-        known = [p.name for p in constructor_parameters(cls)]
+        known = [p.name for p in list_constructor_parameters(cls)]
         for name, value in arguments.items():
             if name not in known:
                 near = did_you_mean(name, known)

@@ -1,0 +1,381 @@
+"""Many adapters in one run: each learns what its run alone does, whatever the others do, and however the run ends."""
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import many_adapters as many
+import pytest
+import torch
+from fuzz_many import fuzz_many
+from many_adapters import Samples, base, distance, settings, slotted, train, train_alone, trained
+from torch import nn
+
+import fxplug
+from fxplug.core.errors import SpecError, TrainError
+from fxplug.training.adapter_runs import AdapterRuns
+from fxplug.training.checkpoint import list_checkpoints, read
+from fxplug.training.shared_pass import SharedPass
+from fxplug.training.trainer import Trainer
+
+
+@pytest.mark.parametrize("kind", ["lora", "loha", "lokr", "dora", "ia3", "lora_weight", "delta"])
+def test_each_learns_what_its_run_alone_does(kind):
+    count = 8 if kind == "lora" else 3
+    rows = [settings(number, kind) for number in range(count)]
+    module = slotted(kind, slots=count)
+    run = train(module, rows)
+    assert isinstance(run, AdapterRuns) and not run.failed
+    for row in rows:
+        own = trained(run, row["name"])
+        single = train(slotted(kind, slots=1), [row])
+        assert distance(own, trained(single, row["name"])) < 1e-9
+        alone = train_alone(row, kind)
+        assert distance(own, alone.trained) < 1e-9
+        new = train_alone({**row, "steps": 1, "lr": 0.0}, kind)
+        assert distance(own, new.trained) > 1e-4  # it has learnt something
+        losses = [record["loss"] for record in run.history if record["adapter"] == row["name"]]
+        assert losses == pytest.approx([record["loss"] for record in alone.history], abs=1e-9)
+        assert len(losses) == row["steps"]
+    if kind == "ia3":  # whose blocks have no slots
+        return
+    assert module.adapters.names == [row["name"] for row in rows]
+    x = torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    for row in rows:
+        module.eval().adapters.use(row["name"])
+        assert torch.allclose(module(x), run.get_adapter(row["name"]).eval()(x), atol=1e-6)
+
+
+def test_the_base_is_computed_once_for_all_and_is_one(monkeypatch):
+    sizes = []
+    forward = SharedPass._pass
+
+    def counted(self, calls):
+        sizes.append([call.size for _, call in calls])
+        return forward(self, calls)
+
+    monkeypatch.setattr(SharedPass, "_pass", counted)
+    rows = [settings(number) for number in range(4)]
+    run = train(slotted(slots=4), rows)
+    # two adapters together and each alone, by which the base is tried; then a pass a step, without those that have ended
+    assert sizes[:3] == [[1, 1], [1], [1]]
+    assert sizes[3:] == [[1, 2, 3, 1]] * 3 + [[1, 2, 1], [1, 1]]
+    homes = {run.get_adapter(row["name"]).get_parameter("qkv.weight").data_ptr() for row in rows}
+    assert homes == {base().get_parameter("qkv.weight").data_ptr()}
+
+
+def test_losses_in_float32_are_those_of_runs_alone():
+    gm = base(torch.float32)
+    rows = [settings(number) for number in range(4)]
+    run = train(slotted(slots=4, gm=gm), rows)
+    for row in rows:
+        losses = [record["loss"] for record in run.history if record["adapter"] == row["name"]]
+        alone = [record["loss"] for record in train_alone(row, gm=gm).history]
+        assert losses == pytest.approx(alone, abs=1e-4)
+
+
+def test_more_adapters_than_slots_take_those_of_adapters_that_end():
+    rows = [settings(number) for number in range(5)]
+    module = slotted(slots=2)
+    run = train(module, rows)
+    for row in rows:
+        assert distance(trained(run, row["name"]), train_alone(row).trained) < 1e-9
+    assert module.adapters.names == ["a0", "a1"]
+
+
+def test_one_that_gets_nan_ends_alone():
+    rows = [settings(number) for number in range(4)]
+    others = train(slotted(), copy.deepcopy(rows))
+    rows[1]["data"] = Samples(1, 10, spoil=3)
+    run = train(slotted(), rows)
+    assert list(run.failed) == ["a1"] and "the loss is nan" in run.failed["a1"]
+    for name in ("a0", "a2", "a3"):
+        assert distance(trained(run, name), trained(others, name)) < 1e-9
+    assert all(bool(value.isfinite().all()) for value in trained(run, "a1").values())
+    assert run.module.adapters.names == ["a0", "a2", "a3"]
+
+
+def test_weights_that_are_nan_end_one_adapter_alone():
+    rows = [settings(number) for number in range(3)]
+    others = train(slotted(), copy.deepcopy(rows))
+    run: AdapterRuns = Trainer(slotted(), "classify", adapters=rows, **many.COMMON)
+    with torch.no_grad():
+        next(iter(trained(run, "a1").values())).fill_(float("nan"))
+    run.fit()
+    assert list(run.failed) == ["a1"]
+    assert all(distance(trained(run, name), trained(others, name)) < 1e-9 for name in ("a0", "a2"))
+
+
+def test_every_adapter_that_fails_is_an_error_of_the_run():
+    rows = [{**settings(number), "data": Samples(0, 6, spoil=0), "steps": 9} for number in range(2)]
+    with pytest.raises(TrainError, match=r"(?s)every adapter failed.*a0: .*nan.*a1: "):
+        train(slotted(), rows)
+
+
+class Pictures(fxplug.Task):
+    """Noise that the module sees, and what it says of it; tests have a number."""
+
+    def loss(self, module, batch, draw):
+        image = batch["image"].double()
+        return (module(x=image + draw.like(image)) ** 2).mean(), {"seen": float(len(image))}
+
+    def test(self, module, batches):
+        found = [module(x=batch["image"].double()) for batch in batches]
+        return {"square": (float(sum((y**2).sum() for y in found)), float(sum(len(y) for y in found)))}
+
+    def check_samples(self, module):
+        return True
+
+    def samples(self, module, draw):
+        y = module(x=draw.normal(2, 3, 6, 6).double())
+        return y.sigmoid().float()[:, None, None, :].expand(-1, 3, 5, -1)
+
+
+def test_samples_tests_averages_and_files_are_those_of_each(tmp_path):
+    rows = [{**settings(n), "test": Samples(50 + n), "ema": 0.9, "epochs": 1, "steps": None} for n in range(3)]
+    run = train(slotted(), rows, Pictures(), out=tmp_path, log={"samples": 4}, test={"every": 1})
+    for row in rows:
+        own = {key: value for key, value in row.items() if key not in ("steps", "rank", "alpha", "dropout")}
+        folder = tmp_path / "alone" / row["name"]
+        options = {key: row[key] for key in ("rank", "alpha", "dropout")}
+        torch.manual_seed(row["seed"])
+        new = fxplug.apply(base(), fxplug.load_pass("lora", at=many.LAYERS["lora"], **options))
+        name = own.pop("name")
+        test = {"every": 1, "data": own.pop("test")}
+        given = {**many.COMMON, **own, "test": test, "log": {"samples": 4}, "out": folder, "fuse": False}
+        alone = Trainer(new, Pictures(), given.pop("data"), **given)
+        alone.fit()
+        assert run.metrics[f"{name}/square"] == pytest.approx(alone.metrics["square"], abs=1e-9)
+        pictures = sorted(path.name for path in (folder / "samples").iterdir())
+        assert pictures and pictures == sorted(path.name for path in (tmp_path / "runs" / name / "samples").iterdir())
+        for picture in pictures:
+            both = [(home / "samples" / picture).read_bytes() for home in (folder, tmp_path / "runs" / name)]
+            assert both[0] == both[1]
+        assert (tmp_path / "adapter" / name / "adapter_model.safetensors").is_file()
+        assert (tmp_path / "ema" / name / "adapter_model.safetensors").is_file()
+        x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+        loaded = slotted()
+        loaded.adapters.load(name, tmp_path / "adapter" / name)
+        loaded.adapters.use(name)
+        assert torch.allclose(loaded(x), run.get_adapter(name)(x), atol=1e-6)
+    saved = fxplug.load(tmp_path / "module")
+    assert saved.adapters.names == [row["name"] for row in rows]
+
+
+# --- stopped and resumed
+
+SCRIPT = """
+import sys, warnings; warnings.filterwarnings("ignore")
+import many_adapters as many
+rows = [{**many.settings(n, steps=7), "data": many.Samples(n, 9 + n, fatal=int(sys.argv[2]))} for n in range(4)]
+many.train(many.slotted(slots=3), rows, out=sys.argv[1], save={"every": 2, "keep": 9}, log={"tensorboard": False})
+"""
+
+
+def start(out, **more):
+    rows = [settings(n, steps=7) for n in range(4)]
+    given = {"out": out, "save": {"every": 2, "keep": 9}, "log": {"tensorboard": False}, **many.COMMON, **more}
+    return Trainer(slotted(slots=3), "classify", adapters=rows, **given)
+
+
+def final(out):
+    kept = read(list_checkpoints(out / "checkpoints")[-1])
+    return kept.state
+
+
+def equal(one, two):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, two)
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(equal(value, two[key]) for key, value in one.items() if key != "log_length")
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(equal, one, two))
+    return one == two
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fatal", [50, 54])
+def test_killed_and_resumed_it_is_the_same_to_the_bit(tmp_path, fatal):
+    whole = start(tmp_path / "whole")
+    whole.fit()
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "killed"), str(fatal)]
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(fxplug.__file__).parents[1])])
+    done = subprocess.run(command, env={**os.environ, "FATAL": "1", "PYTHONPATH": path}, timeout=300, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed" / "module").exists() and list_checkpoints(tmp_path / "killed" / "checkpoints")
+    resumed = start(tmp_path / "killed")
+    resumed.fit(resume=tmp_path / "killed")
+    assert equal(final(tmp_path / "whole"), final(tmp_path / "killed"))
+    timed = ("seconds",)
+    both = [[{k: v for k, v in record.items() if k not in timed} for record in run.history] for run in (whole, resumed)]
+    assert both[0] == both[1]
+
+
+def test_resumed_from_any_checkpoint_it_is_the_same_to_the_bit(tmp_path):
+    start(tmp_path / "whole").fit()
+    for path in list_checkpoints(tmp_path / "whole" / "checkpoints")[:-1]:
+        start(tmp_path / path.name).fit(resume=path)
+        assert equal(final(tmp_path / "whole"), final(tmp_path / path.name))
+    rows = [{**settings(n, steps=7), **({"lr": 0.5} if n == 2 else {})} for n in range(4)]
+    other = Trainer(slotted(slots=3), "classify", adapters=rows, out=tmp_path / "other", **many.COMMON)
+    with pytest.raises(TrainError, match=r"(?s)another run.*adapters\.a2\.groups"):
+        other.fit(resume=path)
+
+
+def test_an_interrupt_ends_all_after_one_step(tmp_path, monkeypatch):
+    start(tmp_path / "whole").fit()
+    stopped = start(tmp_path / "a", save={"every": 0})
+    monkeypatch.setattr(Samples, "interrupt", Samples.reads + 40)
+    with pytest.raises(KeyboardInterrupt, match="stopped after step"):
+        stopped.fit()
+    assert len({one.trainer.progress.step for one in stopped.runs[:3] if not one.ended}) == 1
+    start(tmp_path / "a").fit(resume=tmp_path / "a")
+    assert equal(final(tmp_path / "whole"), final(tmp_path / "a"))
+
+
+# --- refused
+
+
+def refused(match, *changes, module=None, error=SpecError, **more):
+    rows = [{**settings(n), **change} for n, change in enumerate(changes or ({}, {}))]
+    with pytest.raises(error, match=match):
+        train(slotted() if module is None else module, rows, **more)
+
+
+def test_what_cannot_be_trained_so_is_refused_in_words():
+    refused(r"'a1' is the name of adapter 1 already", {"name": "a1"}, {})
+    refused("rank.*is 9, and the slots of pass 'lora' are for ranks up to 8: give the pass rank_max: 9", {}, {"rank": 9})
+    refused("ranks", {}, {"ranks": 9})
+    refused("name", {"name": "../x"})
+    refused("needs one of 'steps' and 'epochs' at most", {"epochs": 2})
+    refused("no pass here has blocks with a dropout", {"rank": 4}, module=slotted("loha"))
+    refused("is not for a run of many adapters: each step of all", accumulate=2)
+    refused("is not for a run of many adapters: the base is one", trainable=["head"])
+    refused("is not for a run of many adapters: the batch has other", compile=True)
+    refused("whose weights are those of their last", test={"best": True})
+    with pytest.raises(SpecError, match="the list is empty"):
+        train(slotted(), [])
+    with pytest.raises(SpecError, match="must be a list of adapters"):
+        train(slotted(), {"name": "ink"})
+    with pytest.raises(SpecError, match="needs data"):
+        train(slotted(), [{"name": "ink", "steps": 1}])
+
+
+def test_modules_without_free_slots_are_refused():
+    plain = fxplug.apply(base(), fxplug.load_pass("lora", at=["qkv"], rank=4))
+    refused("pass 'lora' has no slots", module=plain)
+    refused("needs a pass with slots", module=base())
+    module = slotted(slots=1)
+    train(module, [settings(0)])
+    refused("'a0' is in a slot of pass 'lora' already", {}, module=module)
+    refused("all 1 slots of pass 'lora' are taken, by a0", {"name": "b"}, module=module)
+
+
+def test_samples_of_other_shapes_are_refused_with_both_shapes():
+    match = r"'a0' and 'a1' cannot be put into one batch.*\[3, 6, 6\].*\[3, 8, 8\]"
+    with torch.random.fork_rng(devices=[]):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)).eval()
+    module = slotted(gm=fxplug.trace(model, torch.randn(2, 3, 6, 6)), at=["0", "3"])
+    refused(match, {}, {"data": Samples(size=8)}, error=TrainError, module=module)
+
+
+def test_a_base_that_draws_or_couples_samples_is_refused_without_mode_eval():
+    drawing, coupling = base(drop=0.3), base(batch_norm=True)
+    refused("draws random numbers.*mode: eval", module=slotted(gm=drawing), error=TrainError, mode="train")
+    refused("samples meet in it.*mode: eval", module=slotted(gm=coupling), error=TrainError, mode="train")
+    for gm in (drawing, coupling):
+        # torch's backward of a batch norm in evaluation is wrong for a batch of one whose gradient is transposed, as alone here
+        rows = [{**settings(number), "batch": 2 + number} for number in range(2)]
+        run = train(slotted(gm=gm), rows)
+        assert all(distance(trained(run, row["name"]), train_alone(row, gm=gm).trained) < 1e-9 for row in rows)
+
+
+def test_a_layer_without_samples_is_refused():
+    refused("without samples|told apart", module=slotted(at=["placed", "qkv"]), error=(SpecError, TrainError))
+
+
+class Sequence(nn.Module):
+    """Tokens first, then samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(18, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.first(x.flatten(2).transpose(0, 1)))).mean(0)
+
+
+def test_samples_in_the_second_dimension_are_told_apart():
+    torch.manual_seed(0)
+    gm = fxplug.trace(Sequence().double().eval(), torch.randn(3, 6, 6, 3, dtype=torch.float64).movedim(1, 1))
+
+    class Tokens(Samples):
+        def __getitem__(self, index):
+            return self.images[index].reshape(6, 6, 3).movedim(0, 0), self.labels[index]
+
+    rows = [{**settings(n), "batch": (2, 4)[n % 2], "data": Tokens(n, 8)} for n in range(2)]
+    run = train(slotted(gm=gm, at=["first", "head"]), rows, Flat())
+    for row in rows:
+        alone = train_alone(row, gm=gm, at=["first", "head"], task=Flat())
+        assert distance(trained(run, row["name"]), alone.trained) < 1e-9
+
+
+class Flat(fxplug.Task):
+    def loss(self, module, batch, draw):
+        return torch.nn.functional.cross_entropy(module(x=batch["image"].double()), batch["label"])
+
+
+# --- configurations
+
+CONFIG = {
+    "model": "many_adapters:build",
+    "inputs": {"x": {"shape": [2, 3, 6, 6], "dtype": "float64"}},
+    "passes": [{"lora": {"at": ["stem", "qkv"], "rank": 8, "slots": 2}}],
+    "train": {
+        "task": "classify", "mode": "eval", "steps": 4, "batch": 2, "save": {"every": 2}, "log": {"tensorboard": False},
+        "adapters": [{"name": "ink", "rank": 4}, {"name": "film", "data": {"call": {"many_adapters:Samples": {"seed": 1}}}}],
+    },
+    "data": {"call": "many_adapters:Samples"},
+    "device": "cpu",
+    "verify": False,
+}  # fmt: skip
+
+
+def test_a_configuration_trains_its_adapters_and_is_resumed(tmp_path):
+    whole = fxplug.train(CONFIG, out=tmp_path / "a", quiet=True)
+    assert sorted(path.name for path in (tmp_path / "a" / "adapter").iterdir()) == ["film", "ink"]
+    assert [row["adapter"] for row in whole.history[:2]] == ["ink", "film"] and len(whole.history) == 8
+    resumed = fxplug.train(CONFIG, out=tmp_path / "b", resume=tmp_path / "a" / "checkpoints" / "step-00000002", quiet=True)
+    assert equal(final(tmp_path / "a"), final(tmp_path / "b"))
+    alone = copy.deepcopy(CONFIG)
+    alone["passes"] = [{"lora": {"at": ["stem", "qkv"], "rank": 4}}]
+    del alone["train"]["adapters"]
+    single = fxplug.train(alone, out=tmp_path / "c", quiet=True)
+    assert distance(trained(whole.trainer, "ink"), single.trainer.trained) < 1e-9
+    assert resumed.module.adapters.names == ["ink", "film"]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"name": "film"}, r"adapters.*name.*is the name of adapter 1 already"),
+        ({"name": "b", "rnak": 3}, "unknown key 'rnak'.*did you mean 'rank'"),
+        ({"name": "b", "rank": 0}, "rank"),
+        ({"name": "b", "data": {"imagse": "x"}}, "imagse.*did you mean 'images'"),
+        ({"name": "b", "optimizer": "adamx"}, "adamx"),
+        ({}, "name"),
+    ],
+)
+def test_mistakes_in_a_configuration_are_named(change, match, tmp_path):
+    config = copy.deepcopy(CONFIG)
+    config["train"]["adapters"] = [{"name": "film"}, change]
+    with pytest.raises((SpecError, TrainError), match=match):
+        fxplug.train(config, out=tmp_path / "a", quiet=True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_lists_of_adapters_learn_what_runs_alone_do(seed):
+    assert fuzz_many(1, seed) == []
