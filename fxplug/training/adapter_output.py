@@ -21,6 +21,7 @@ from .network_output import KIND, find_network, make_controlled_pipeline, make_n
 from .tasks.conditioning import ENCODER
 from .tasks.denoise import Denoise
 from .tasks.pipeline_denoise import PipelineDenoise
+from .tasks.pipeline_encoders import with_swapped_weights
 from .tasks.task import Task
 from .trainer import Trainer
 
@@ -162,12 +163,13 @@ def prove_adapter(trainer: Trainer, task: PipelineDenoise, folder: Path) -> None
         return
     try:
         call, seed, added = task.last_sample()
-        trainer.module.eval()
-        own = task.sampler(trainer.module, call, steps=task.sample_steps, seed=seed, added=added)
-        if network is not None:
-            stock = _drawn_by_network(task, folder, {**call, "image": next(iter(added.values()))}, seed)
-        else:
-            stock = _drawn_with(task, folders, call, seed)
+        own_module = trainer.evaluation.module.eval()
+        own = task.sampler(own_module, call, steps=task.sample_steps, seed=seed, added=added)
+        with with_swapped_weights(trainer.swap, task.pipe):
+            if network is not None:
+                stock = _drawn_by_network(task, folder, {**call, "image": next(iter(added.values()))}, seed)
+            else:
+                stock = _drawn_with(task, folders, call, seed)
     except Exception as error:  # of the pipeline's loader, PEFT, or a device without memory for both
         trainer.watch.note(f"{what}: could not be compared: {type(error).__name__}: {get_first_line(error)}")
         return

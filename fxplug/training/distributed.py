@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -25,8 +24,10 @@ from ..lowerings.linear.fused import fuse
 from ..lowerings.regions.fsdp import shard
 from ..lowerings.regions.nested import nest
 from ..lowerings.regions.submodules import outline
+from ..lowerings.regions.swapping import BlockSwap
 from .checkpoint import list_differences
 from .outlined_forms import OutlinedForms
+from .swapped_blocks import outline_swapped
 from .train_section import Train
 
 PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
@@ -120,14 +121,20 @@ def _sums(accelerator: Accelerator, numbers: list[float]) -> list[float]:
 
 
 def prepare(
-    module: TracedModule, settings: Train, frozen: Callable[[str], bool], accelerator: Accelerator, unused: bool = False
+    module: TracedModule,
+    settings: Train,
+    frozen: Callable[[str], bool],
+    accelerator: Accelerator,
+    unused: bool = False,
+    swap: BlockSwap | None = None,
 ) -> tuple[nn.Module, TracedModule | None]:
     """Return the module that runs in training, on shared weights, and the sharded module if there is one.
 
     Linear layers are fused with their low-rank updates, each in the form of the rule for its sizes, unless `fuse` is off, and
     batch norms that are `frozen`, a predicate on names of parameters, keep their statistics. `checkpointing` and `shard`
-    outline regions. `compile` compiles the whole as one graph (a sharded module in parts), or regions by kinds. Several
-    processes are put under DDP if nothing is sharded; with `unused` it looks for parameters without gradient in each step.
+    outline regions, and so does a `swap`, which fetches their weights. `compile` compiles the whole as one graph (a sharded
+    module in parts), or regions by kinds. Several processes are put under DDP if nothing is sharded; with `unused` it looks for
+    parameters without gradient in each step.
     Raises SpecError for settings that exclude each other, and if no regions are alike.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)  # what autocast multiplies
@@ -135,6 +142,8 @@ def prepare(
     if settings.fuse:
         lowered = _repeatable(partial(fuse, how="auto" if settings.fuse is True else settings.fuse, dtype=dtype), lowered)
     lowered = _repeatable(partial(freeze_norms, frozen=frozen), lowered)
+    if swap is not None:
+        return outline_swapped(lowered, swap, checkpoint=bool(settings.checkpointing)), None
     if settings.checkpointing or settings.shard:
         named = [patterns for patterns in (settings.shard, settings.checkpointing) if not isinstance(patterns, bool)]
         if len(named) == 2 and named[0] != named[1]:
@@ -190,13 +199,6 @@ def _by_kinds(lowered: TracedModule, settings: Train) -> TracedModule:
         raise SpecError(finding, path=("train", "compile")) from None
 
 
-def move_module(module: nn.Module, place: torch.device) -> None:
-    """Move a module to a device, unless it is there: torch refuses for packed weights that compiled code looks at."""
-    tensors = itertools.chain(module.parameters(), module.buffers())
-    if any((t.device.type, t.device.index or 0) != (place.type, place.index or 0) for t in tensors):
-        module.to(place)
-
-
 def set_mode(runner: nn.Module, module: TracedModule, mode: str) -> None:
     """Put the runner into training mode; with mode `eval` only the added blocks, while the base computes as in evaluation."""
     runner.train()
@@ -210,4 +212,4 @@ def set_mode(runner: nn.Module, module: TracedModule, mode: str) -> None:
 
 def _below_wrappers(name: str) -> str:
     """Strip the prefixes that DDP, torch.compile and outlining put before a module's name."""
-    return re.sub(r"^(?:module\.|_orig_mod\.|forms\.\d+\.)*(?:regions\.[^.]+\.(?:region\.)?)?", "", name)
+    return re.sub(r"^(?:module\.|_orig_mod\.|forms\.\d+\.)*(?:regions\.[^.]+\.(?:region\.)*)?", "", name)

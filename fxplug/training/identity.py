@@ -20,7 +20,7 @@ from .train_section import Data, Train
 
 # settings of `train` and `data` that may differ on a resume: how long, how it is divided, computed, saved and shown
 FREE = (
-    *("steps", "epochs", "batch", "accumulate", "parallel", "shard", "compile", "checkpointing", "fuse"),
+    *("steps", "epochs", "batch", "accumulate", "parallel", "shard", "compile", "checkpointing", "fuse", "blocks_to_swap"),
     *("plugins", "on_plugin_error", "save", "log", "test", "trainable", "parallel"),
 )
 FREE_DATA = ("workers", "max_corrupt", "cache", "test", *("images", "classes", "dataset", "call"))  # the samples have a digest

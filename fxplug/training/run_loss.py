@@ -72,7 +72,9 @@ class RunLoss:
     def diagnose(self, finding: str, batch: Batch, step: int, micro: int, micros: int) -> str:
         """Add to a finding the batch and the first region that went non-finite, by one forward as in training."""
         cause = "a sharded run cannot find the region: run one process without 'shard' to see it"
-        if not self.settings.shard:
+        if self.settings.blocks_to_swap and self.accelerator.device.type != "cpu":
+            cause = "a run with weights on the host cannot find the region: run without 'blocks_to_swap' to see it"
+        elif not self.settings.shard:
             watched = freeze_norms(self.module, self.frozen)
             set_mode(watched, self.module, self.settings.mode)
             args, kwargs = find_call(self.task, batch, self.draws.of(step, micro, micros), self.accelerator)

@@ -15,6 +15,7 @@ from ..core.errors import FxplugError, SpecError, prefix_path
 from ..core.ir.traced_module import TracedModule
 from ..core.rewriter.applying import apply
 from ..core.rewriter.matcher import find
+from ..lowerings.regions.swapping import BlockSwap
 from .distributed import prepare, set_mode
 from .evaluation import move
 from .param_groups import BASE, HALVES, choose, make_frozen_filter
@@ -37,6 +38,7 @@ def set_up_task(
     timm: str | None,
     plugins: Plugins,
     seed: int,
+    swap: BlockSwap | None = None,
 ) -> None:
     """Set the task up, and give the loaders its image transforms. Raises SpecError with its place."""
     loader = tests or data
@@ -49,6 +51,7 @@ def set_up_task(
         examples=lambda count: move(loader.first(count), device),
         prompt=plugins.modify_sample_prompt,
         seed=seed,
+        swap=swap,
         trigger=getattr(getattr(data, "spec", None), "trigger", None),
         sizes=tuple(dict.fromkeys(
             size for one in (data, tests) for size in getattr(one, "sizes", ()) if size is not None
@@ -74,7 +77,7 @@ def set_up_task(
                 raise SpecError(finding, path=("data", "flip" if spec.flip else "crop"))
 
 
-def with_assistant(module: TracedModule, settings: Train, base: Path) -> TracedModule:
+def with_assistant(module: TracedModule, settings: Train, base: Path, device: torch.device) -> TracedModule:
     """Return the module that steps train: with the frozen adapter of `assistant`, if there is one, else the module itself.
 
     It is another graph on the same weights: the module, of which pictures, tests and files are, stays without it. Such an
@@ -94,7 +97,8 @@ def with_assistant(module: TracedModule, settings: Train, base: Path) -> TracedM
     for name, parameter in made.named_parameters():
         if name.startswith(f"{ASSISTANT}."):
             parameter.requires_grad_(False)
-    return made.to(next(module.parameters()).device)
+    made.get_submodule(ASSISTANT).to(device)  # the others are where they are to be
+    return made
 
 
 def list_trained_beside(task: Task, settings: Train, processes: int) -> list[dict[str, Any]]:

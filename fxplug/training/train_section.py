@@ -229,6 +229,9 @@ class Train(Section):
     checkpointing: Patterns = declare(
         False, "repeated regions compute activations again in the backward pass; or patterns", ["blocks.*"]
     )
+    blocks_to_swap: int = declare(
+        0, "so many repeated regions have their frozen weights on the host, and get them when they compute", 12, ge=0
+    )
     shard: Patterns = declare(False, "FSDP2 of repeated regions, or of those of these patterns, frozen base included", True)
     parallel: Parallel | None = declare(None, "how many processes share each sample", {"ulysses": 2})
     mode: Literal["train", "eval"] = declare(

@@ -23,7 +23,7 @@ from .checks import check_batches, check_samples, check_saved, check_used, choos
 from .data.loader import Loader, list_skipped
 from .data.sources import match_test_items
 from .data.wrapped_loader import make_loader
-from .distributed import check_agreement, make_accelerator, move_module, prepare
+from .distributed import check_agreement, make_accelerator, prepare
 from .evaluation import Evaluation, move
 from .first_batch import FirstBatch
 from .identity import compute_digest, describe_run
@@ -41,6 +41,7 @@ from .run_outputs import RunOutputs, list_buffers, list_sharded_buffers
 from .schedule import RateSchedule
 from .shared_samples import divide, share
 from .state import TrainState
+from .swapped_blocks import end_swap, place_module, swap_outside_steps
 from .tasks.task import Batch, Task, make_task
 from .train_section import Train, format_use, read_use
 
@@ -113,12 +114,11 @@ class Trainer:
             plugins = load_plugins(specs, base=base, on_error=self.settings.on_plugin_error)
         self.plugins = plugins
         self.groups = choose(module, self.settings, others=self.task.trains)
-        place = self.accelerator.device
         self.base = Path(base or Path.cwd())
-        move_module(module, place)
+        self.swap = place_module(module, self.settings, self.accelerator, self.notes)
         self.rank, self.world = share(self.accelerator, self.settings)
         self.seed_of_draws = mix(seed, self.rank)  # of dropout
-        self.draws = RunDraws(seed, rank=self.rank, world=self.world, device=place)
+        self.draws = RunDraws(seed, rank=self.rank, world=self.world, device=self.accelerator.device)
         common: dict[str, Any] = {"batch": self.settings.batch, "seed": seed, "rank": self.rank, "world": self.world}
         self.data = make_loader(data, train=True, hooks=self.plugins if self.plugins.transforms else None, **common)
         self.tests = None if test is None else make_loader(test, train=False, hooks=None, **common)
@@ -126,8 +126,9 @@ class Trainer:
             match_test_items(self.tests.items, self.data.items)
         check_used(self.settings, self.out, self.tests)
         check_batches(self.settings, self.task, data)
-        where = {"device": place, "base": self.base, "timm": timm, "plugins": self.plugins, "seed": seed}
-        task_setup.set_up_task(self.task, module, self.data, self.tests, name=self.settings.task.name, **where)
+        where = {"device": self.accelerator.device, "base": self.base, "timm": timm, "plugins": self.plugins, "seed": seed}
+        where |= {"name": self.settings.task.name, "swap": self.swap}
+        task_setup.set_up_task(self.task, module, self.data, self.tests, **where)
         self.parts = task_setup.list_rewritten_parts(module, self.task)
         if self.out is not None:
             check_saved(self.parts.values())
@@ -181,9 +182,9 @@ class Trainer:
             check_agreement(self.accelerator, {"weights at the start": compute_digest(start)})
         self.frozen = make_frozen_filter(self.module, names, self.settings.trainable)
         self.divided = self._divided()
-        self.learner = task_setup.with_assistant(self.divided, self.settings, self.base)
+        self.learner = task_setup.with_assistant(self.divided, self.settings, self.base, self.accelerator.device)
         unused = self.first_batch.is_some_without_gradient()
-        self.runner, self.sharded = prepare(self.learner, self.settings, self.frozen, self.accelerator, unused)
+        self.runner, self.sharded = prepare(self.learner, self.settings, self.frozen, self.accelerator, unused, self.swap)
         if self.sharded is not None:
             held = get_originals(self.sharded)
             for group in self.groups:
@@ -205,7 +206,8 @@ class Trainer:
         loss = RunLoss(self.module, self.runner, self.task, self.settings, self.accelerator, self.draws, self.frozen)
         self.take_step = Stepper(loss, self.optimizer, self.trained, self.settings.clip, self.plugins, self._look_at_gradients)
         both = self.divided.twin_error == self.module.twin_error  # else only one mode can be divided
-        shown = self.sharded or (self.divided if both else self.module)
+        shown = self.divided if both else self.module
+        shown = self.sharded or swap_outside_steps(shown, self.task, self.swap)
         after = functools.partial(task_setup.set_modes, self.runner, self.module, self.settings, self.task)
         weights = self.ema.applied if self.ema else functools.partial(use_evaluation_weights, made, self.trained)
         self.evaluation = Evaluation(shown, self.task, self.accelerator, weights, after, sharded=self.sharded is not None)
@@ -279,7 +281,7 @@ class Trainer:
         start = None if resume is None else find_newest(Path(resume))
         if self.out is not None or start is not None or self.accelerator.num_processes > 1:
             check_agreement(self.accelerator, self.run)  # made before the training changes what it is made of
-        with self.outputs.opened(start), seed_within(self.seed_of_draws):
+        with self.outputs.opened(start), seed_within(self.seed_of_draws), end_swap(self.swap):
             if start is not None:
                 self._resume(start)
                 self.history = self.watch.history()

@@ -17,10 +17,11 @@ from ...core.spec.yaml_source import validate
 from ...pipelines.denoiser_call import SampleCondition
 from ...pipelines.observation import PROMPTS, call_pipeline
 from ...pipelines.recorded_run import get_components
-from ..distributed import find_largest, move_module
+from ..distributed import find_largest
 from ..encoded_cache import EncodedCache
 from ..image_encoding import check_still_readable, encode_batch, encode_images
 from ..random_draws import Draws, preserve_random_state
+from ..swapped_blocks import move_module
 from ..task_section import DenoiseOptions
 from ..train_section import Use, read_use
 from ..trigger import replace_trigger, with_trigger
@@ -29,7 +30,7 @@ from .denoise import TESTED, FixedDraws, take_rows
 from .losses import MSE, add_offset, compute_huber_delta, compute_losses, compute_mean, read_loss
 from .noise import draw_positions, read_density
 from .pipeline_conditions import Store, group
-from .pipeline_encoders import Size, draw_sample, get_pictures, get_size
+from .pipeline_encoders import Size, draw_sample, get_pictures, get_size, move_parts
 from .pipeline_options import AS_SAMPLED, check_names
 from .pipeline_samples import PipelineSamples, make_sample_arguments
 from .pipeline_text import TrainedText, apply_to_encoders, read_text
@@ -133,8 +134,10 @@ class PipelineDenoise(Task):
         if not hasattr(self.pipe, "to") or not get_components(self.pipe):
             raise SpecError(f"must be a pipeline of diffusers, not {quote(self.pipe, 80)}", path=("model", "pipeline"))
         if self.pipe.device.type != info.device.type:
-            self.pipe.to(info.device)
+            move_parts(self.pipe, info.device, info.swap)
         self.beside = {name: part for name, part in self.beside.items() if not part.encodes}
+        if self.beside and info.swap is not None:
+            raise SpecError("is for one denoiser: name one in 'part'", path=("train", "blocks_to_swap"))
         for part in self.beside.values():
             move_module(part.module, info.device)
         example = info.examples(1) if info.examples is not None else {}
@@ -177,7 +180,9 @@ class PipelineDenoise(Task):
     def _open_denoiser(self, part: str | None, example: Batch, first: SizedParts | None = None) -> SizedParts:
         weights = {"snr_gamma": self.snr_gamma, "weighting": self.weighting}
         as_sampled, common = self.density.name == AS_SAMPLED, (self.pipe, self.given, part, self.store, self.device)
-        made = SizedParts(*common, as_sampled=as_sampled, first=first, **weights)  # type: ignore[arg-type]
+        made = SizedParts(
+            *common, as_sampled=as_sampled, first=first, swap=self.info.swap, **weights  # type: ignore[arg-type]
+        )
         made.take_condition(example, self.added.names)
         return made
 

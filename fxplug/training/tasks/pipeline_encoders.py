@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...core.errors import SpecError, get_first_line
 from ...core.torch_internals import trees as pytree
+from ...lowerings.regions.swapping import BlockSwap
 from ...pipelines.observation import Observation
 from ...pipelines.recorded_run import get_components
 from ..data.image_sources import PlacedImage
@@ -130,6 +131,35 @@ def compute_in_precision(part: nn.Module, device: str, dtype: torch.dtype, resul
 def get_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype of a model: that of its first floating-point parameter, float32 without any."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def move_parts(pipe: Any, device: torch.device, swap: BlockSwap | None) -> None:
+    """Move the models of a pipeline to a device, but for the weights of one of them that a swap has on the host.
+
+    Args:
+        pipe: The pipeline.
+        device: The device.
+        swap: What has weights of a denoiser on the host; None where there are none.
+    """
+    if swap is None:
+        pipe.to(device)
+        return
+    for part in get_components(pipe).values():
+        if isinstance(part, nn.Module):
+            swap.place(part)
+
+
+@contextlib.contextmanager
+def with_swapped_weights(swap: BlockSwap | None, pipe: Any) -> Iterator[None]:
+    """Let the models of a pipeline fetch their weights from the host inside the context.
+
+    Args:
+        swap: What has the weights of one of them on the host; None where there are none.
+        pipe: The pipeline.
+    """
+    parts = [part for part in get_components(pipe).values() if isinstance(part, nn.Module)]
+    with contextlib.nullcontext() if swap is None else swap.fetching(*parts):
+        yield
 
 
 def _can_move(part: Any, held: set[int]) -> bool:

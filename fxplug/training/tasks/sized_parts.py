@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...core.errors import SpecError, format_fields, quote
 from ...core.ir.variants import Variants, choose_module
+from ...lowerings.regions.swapping import BlockSwap
 from ...pipelines.call_forms import add_size_forms
 from ...pipelines.denoiser_call import DenoiserCall, make_denoiser_call
 from ...pipelines.example_call import ExampleCall, call_arguments, encode_once
@@ -22,7 +23,7 @@ from .added_inputs import AddedInputs
 from .model_call import find_tensor
 from .noise import Diffusion, Flow
 from .pipeline_conditions import Conditions, MemoryStore, Store, as_pictures, find_picture_argument, make_picture_arguments
-from .pipeline_encoders import Encoders, Size, draw_sample
+from .pipeline_encoders import Encoders, Size, draw_sample, with_swapped_weights
 from .pipeline_noise import check_scheduler, list_part_steps, open_scheduler, take_sampled
 from .pipeline_text import TrainedText
 from .task import Batch
@@ -59,10 +60,13 @@ class SizedParts:
         *,
         as_sampled: bool,
         first: SizedParts | None = None,
+        swap: BlockSwap | None = None,
         **weights: Any,
     ) -> None:
         """Take a pipeline, what it is called with, and where batches are; `as_sampled` takes the pipeline's own amounts of
-        noise, `weights` are those of `open_scheduler`. `first` is that of another denoiser of the same pipeline."""
+        noise, `weights` are those of `open_scheduler`. `first` is that of another denoiser of the same pipeline; `swap` has
+        weights of the denoiser on the host."""
+        self.swap = swap
         self.pipe, self.given, self.wanted, self.store, self.device = pipe, dict(call), part, store, device
         self.as_sampled, self.weights = as_sampled, weights
         self.memory: MemoryStore = MemoryStore() if first is None else first.memory
@@ -128,7 +132,7 @@ class SizedParts:
         if size in self.made:
             return self.made[size]
         self.encoders.bring_back()
-        with torch.autocast(self.device.type, enabled=False):
+        with torch.autocast(self.device.type, enabled=False), with_swapped_weights(self.swap, self.pipe):
             seen = self._observation(size)
             calls = tuple({**seen.call, **({"prompt": prompt} if "prompt" in seen.call else {}),
                            **self.example_arguments(size, seed)} for seed, prompt in enumerate(PROMPTS))  # fmt: skip

@@ -19,6 +19,7 @@ from ..random_draws import Draws
 from ..train_section import read_use
 
 if TYPE_CHECKING:
+    from ...lowerings.regions.swapping import BlockSwap
     from .conditioning import FolderText
 
 Batch = dict[str, Any]
@@ -35,8 +36,8 @@ class TaskInfo:
     name of the model when it is one of timm's; `base` the folder that paths are relative to. `examples(n)` gives the first n
     items of the test data, else of the training data, as a batch on the device; None where there is no data yet. `prompt` is
     what plugins make of the caption of a sample image; `seed` is what the random numbers of the run begin with. `trigger` is
-    the word that is before each caption of the data; `sizes` are those of the buckets of the
-    images, as far as they are known.
+    the word that is before each caption of the data; `sizes` are those of the buckets of the images, as far as they are known.
+    `swap` has the weights of the blocks that are on the host, and None where all are on the device.
     """
 
     size: tuple[int, int]
@@ -49,6 +50,7 @@ class TaskInfo:
     seed: int = 0
     trigger: str | None = None
     sizes: tuple[tuple[int, int], ...] = ()
+    swap: BlockSwap | None = None
 
     __repr__ = format_fields
 
