@@ -1,6 +1,6 @@
 """One run on a CUDA device: are the Triton kernels right there, and what do the forms of linear layers and of models cost.
 
-python benchmarks/gpu_trial.py [--minutes 5] [--json FILE] [--sections tiles check layers models]
+python benchmarks/gpu_trial.py [--minutes 5] [--json FILE] [--sections tiles check swap layers models]
 python benchmarks/gpu_trial.py --write FILE     what was measured becomes `limits.json`, `tiles.json` and a table of the docs
 
 It needs torch and Triton and loads the files of the forms alone: fxplug itself takes newer versions and more packages. Models
@@ -8,6 +8,7 @@ are those of timm and diffusers, beside PEFT, where these are installed. What wa
 CUDA all runs at tiny sizes, in Triton's interpreter with TRITON_INTERPRET=1, to try the program; those times mean nothing.
 
 `tiles`    the time of `expand` in each tile, and the list of tiles that loses least by the rule that takes one of them
+`swap`     `block_swap.py`, where fxplug can be imported: is training with blocks on the host equal, and what does it cost
 `check`    values and gradients beside float64, and replays of a CUDA graph between which slots are switched
 `layers`   each form over the plain layer (which a merged one is): by events with the host's time, and as a CUDA graph
 `models`   each form over the plain model: eager, as a CUDA graph, compiled, and compiled with mode="reduce-overhead"
@@ -27,6 +28,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -313,6 +315,23 @@ def check(trial: Trial) -> None:
     trial.say("off", {key: f"{value:.1e}" for key, value in worst.items()}, trial.found.get("wrong", "all right"))
 
 
+def swap(trial: Trial) -> None:
+    """Whether steps with blocks on the host are equal to those without, and their time and memory, in a process of its own."""
+    missing = [name for name in ("networkx", "pydantic", "safetensors", "accelerate") if not importlib.util.find_spec(name)]
+    if missing:
+        trial.say("swap: left out, as fxplug itself needs", *missing)
+        return
+    file = Path(tempfile.mkdtemp()) / "swap.json"
+    told = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    run = [sys.executable, "-W", "ignore", Path(__file__).with_name("block_swap.py"), "--json", file]
+    done = subprocess.run(run, env=told, capture_output=True, text=True, timeout=max(60.0, trial.end - time.monotonic()))
+    if not file.is_file():
+        raise RuntimeError((done.stderr.strip().splitlines() or ["no result"])[-1])
+    trial.found["swap"] = found = json.loads(file.read_text())
+    trial.found.setdefault("wrong", []).extend(found["wrong"]) if "wrong" in found else None
+    trial.say("swap", found)
+
+
 # --- models
 
 
@@ -393,7 +412,7 @@ def warm(part: int, of: int) -> None:
         Layer(mode, *shape).call("triton")
 
 
-SECTIONS = {"check": 0.15, "tiles": 0.2, "layers": 0.25, "models": 0.4}  # and their shares of the time
+SECTIONS = {"check": 0.15, "swap": 0.1, "tiles": 0.2, "layers": 0.2, "models": 0.35}  # and their shares of the time
 
 
 def main(arguments: list[str] | None = None) -> int:

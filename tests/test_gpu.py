@@ -32,6 +32,19 @@ def test_lowered_runs(tmp_path, how):
     assert losses(run(tmp_path / "b", **PLAIN, **how, device="cuda")) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("how", [{}, {"train__checkpointing": True}, {"train__precision": "bf16"}])
+def test_blocks_are_swapped(tmp_path, how):
+    vit = {"timm": "vit_tiny_patch16_224", "options": {"img_size": 16, "patch_size": 8, "depth": 6, "num_classes": 10}}
+    known = {**PLAIN, **how, "model": vit, "device": "cuda"}
+    plain, done = run(tmp_path / "a", **known), run(tmp_path / "b", **known, train__blocks_to_swap=4)
+    assert losses(done) == pytest.approx(losses(plain), rel=1e-3)  # not all of a GPU's sums are in the same order again
+    saved, expected = (fxplug.load(each.out / "module").state_dict() for each in (done, plain))
+    assert all(torch.equal(saved[key], expected[key]) for key in expected if key.startswith("blocks."))
+    swap = done.trainer.swap
+    assert 0 < swap.most_bytes <= 2 * max(swap.bytes_of_blocks) and swap.bytes_on_device == 0
+    assert all(each.host.is_pinned() and each.tensor.device.type == "cpu" for block in swap.weights for each in block)
+
+
 def test_a_run_is_resumed_with_its_loss_scale(tmp_path):
     half = {**PLAIN, "device": "cuda", "train__precision": "fp16", "train__save": {"every": 3}}
     run(tmp_path / "a", **{**half, "train__steps": 3})
