@@ -3,18 +3,23 @@ has memory there while its block may compute, and none else."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
+import tiny_pipelines as tiny
 import torch
 from runs import config, notes, run
+from test_pipeline_denoise import rewritten, trainer_of
 from torch import nn
 
 import fxplug
 from fxplug.core.errors import FxplugError, MatchError, SpecError
 from fxplug.lowerings.regions.swapping import plan_swap
+from fxplug.training.adapter_output import prove_adapter
 from fxplug.training.distributed import set_mode
 from fxplug.training.swapped_blocks import outline_swapped
+from fxplug.training.tasks.pipeline_denoise import PipelineDenoise
 
 WIDTH = 8
 
@@ -422,3 +427,36 @@ def test_the_schema_has_it():
     assert fxplug.load_config(config()).train.blocks_to_swap == 0
 
 
+
+
+class Preserving(PipelineDenoise):
+    """With a trigger, as the section `data` gives one."""
+
+    def setup(self, module, info):
+        super().setup(module, replace(info, trigger="red"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd15", "z_image"])
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_a_pipeline_trains_draws_and_is_proved_equally(name, tmp_path):
+    """Its denoiser is called in several forms, and by the pipeline itself before the steps and after them."""
+    drawn = {}
+    for count, again in ((0, False), (4, False), (4, True)):
+        pipe = tiny.make(name)
+        module = rewritten(pipe, tiny.CALLS[name])
+        options = {"samples": 1, "sample_steps": 2, "dropout": 0.3, "preserve": "blue"}
+        task = Preserving(pipe, tiny.CALLS[name], **options)
+        settings = {"blocks_to_swap": count, "checkpointing": again, "log": {"samples": 2}}
+        trained = trainer_of(module, task, out=tmp_path / f"{count}{again}", **settings)
+        trained.fit()
+        pictures = [path.read_bytes() for path in sorted((trained.out / "samples").glob("*")) if path.suffix != ".txt"]
+        fxplug.save_adapter(module, trained.out / "adapter", as_="diffusers", part=task.part)
+        prove_adapter(trained, task, trained.out / "adapter")
+        (proved,) = (note for note in notes(trained.out) if note.startswith("adapter/ in the stock pipeline"))
+        drawn[count, again] = numbers(trained), pictures, proved
+        if count:
+            assert len(trained.swap.names) > count and trained.swap.most_bytes < sum(trained.swap.bytes_of_blocks)
+    plain = drawn[0, False]
+    assert len(plain[1]) >= 3 and "equal" in plain[2]
+    assert drawn[4, False] == plain and drawn[4, True] == plain
