@@ -188,10 +188,10 @@ class Layer:
         if form == "plain":
             return F.linear(x, weight, bias)
         if form == "weight":
-            return F.linear(x, low_rank.added(weight, *update), bias)
+            return F.linear(x, low_rank.add_update(weight, *update), bias)
         if self.slots > 1:
-            return operators.bank_linear(x, weight, bias, *update, self.slots, 0, form)
-        return operators.lora_linear(x, weight, bias, *update, form)
+            return operators.run_bank_linear(x, weight, bias, *update, self.slots, 0, form)
+        return operators.run_lora_linear(x, weight, bias, *update, form)
 
     def call(self, form: str) -> Any:
         """The result; where it trains, the gradients of the input and of the update."""
@@ -240,7 +240,7 @@ def layers(trial: Trial) -> None:
 
 def tiles(trial: Trial) -> None:
     """The tiles of `expand` for each shape, and the list of which `tile_for` takes the best."""
-    kernels, rule, rows = load("kernels"), devices.tile_for, []
+    kernels, rule, rows = load("kernels"), devices.choose_tile, []
     known = {devices.Tile(*tile) for table in devices.TILES["capabilities"].values() for tile in table}
     tried = sorted({*known, *(devices.Tile(*tile) for tile in MORE)}, key=lambda tile: (-tile.m * tile.n, tile))
     tried = tried if CUDA else tried[-2:]
@@ -249,13 +249,13 @@ def tiles(trial: Trial) -> None:
         for tile in tried:
             if trial.over():
                 break
-            devices.tile_for = lambda *given, tile=tile: tile
+            devices.choose_tile = lambda *given, tile=tile: tile
             calls = [
-                lambda one=one: kernels.linear(one.x, one.weight, one.bias, one.down, one.up, one.gates) for one in each
+                lambda one=one: kernels.compute_linear(one.x, one.weight, one.bias, one.down, one.up, one.gates) for one in each
             ]
             with torch.no_grad():
                 of[tile] = times(calls).get("graph", math.inf)
-        devices.tile_for = rule
+        devices.choose_tile = rule
         if len(of) == len(tried):
             rows.append((shape, of))
     if not rows:
@@ -347,12 +347,12 @@ def models(trial: Trial) -> None:
         until = time.monotonic() + max(0.0, trial.until - time.monotonic()) / (len(known) - index)
         row = trial.found.setdefault("models", {}).setdefault(name, {"failed": {}})
         base = make().eval().requires_grad_(False).to(DEVICE, DTYPE)
-        wanted = gpu_models.adapted(base, "stock", pattern, operators.lora_linear)(*given)
+        wanted = gpu_models.adapted(base, "stock", pattern, operators.run_lora_linear)(*given)
         for how, way in itertools.product(HOWS, ways):
             if time.monotonic() > until or (not CUDA and how not in ("eager", "compiled")):
                 continue
             try:
-                model = gpu_models.adapted(base, way, pattern, operators.lora_linear)
+                model = gpu_models.adapted(base, way, pattern, operators.run_lora_linear)
                 if how not in ("eager", "graph"):
                     torch._dynamo.reset()
                     mode = None if how == "compiled" else how

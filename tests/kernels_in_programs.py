@@ -42,7 +42,7 @@ FAULTS = {
     "a pass over the result": ("    return y, hidden", "    return y * 2, hidden"),
     "a pass over the weight": ("    return out", "    return out + 1"),
     "kernels that a compiler does not see": ('triton_op("fxplug::triton_l', 'torch.library.custom_op("fxplug::triton_l'),
-    "a tile by open rows": ("devices.tile_for(m, n", "devices.tile_for(int(m), n"),
+    "a tile by open rows": ("devices.choose_tile(m, n", "devices.choose_tile(int(m), n"),
     "a pass over what is for gradients": ("inner.t() @ x if needs[3]", "(inner * 2).t() @ x if needs[3]"),
     "a backward that adds the update to the gradient": (
         "gx, inner = torch.ops.fxplug.triton_lora(g, weight.t(), None, up.t(), down.t(), *rest)",

@@ -99,8 +99,8 @@ def test_the_trial_at_tiny_sizes(tmp_path):
 
 WRONG = """
 import gpu_trial, sys
-right = gpu_trial.operators.lora_linear
-gpu_trial.operators.lora_linear = lambda *given: right(*given) * (1.001 if given[-1] == "triton" else 1)
+right = gpu_trial.operators.run_lora_linear
+gpu_trial.operators.run_lora_linear = lambda *given: right(*given) * (1.001 if given[-1] == "triton" else 1)
 sys.exit(gpu_trial.main(["--sections", "check", "--json", sys.argv[1]]))
 """
 
