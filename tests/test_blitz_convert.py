@@ -15,7 +15,6 @@ from torch import nn
 import fxplug
 from fxplug.compat.zhijian import AddinBase, model_config, reuse_keys, stand_in
 from fxplug.core.errors import SpecError
-from fxplug.training.train_section import Train
 
 GAIN = """
     import torch
@@ -131,6 +130,8 @@ def test_the_learning_rate_falls_by_epoch_as_in_zhijian(modules, file, kind, ste
 
     assert converted(modules, {**FILE, **file}).exit_code == 0
     given = yaml.safe_load((modules / "ours.yaml").read_text())["train"]
+    from fxplug.training.train_section import Train  # other tests here do without the extension
+
     own = Train.model_validate(given)
     weight = [nn.Parameter(torch.zeros(1))]
     here = make_optimizer(own.optimizer, [{"name": "base", "params": weight, "lr": own.lr, "weight_decay": own.weight_decay}])
