@@ -41,7 +41,8 @@ from torch.utils import _pytree as pytree
 import fxplug
 from fxplug.pipelines.conditions import find_batching
 from fxplug.pipelines.latent_maps import flatten_tensors
-from fxplug.pipelines.observation import Observation, call_pipeline, confirm, find_denoisers, observe
+from fxplug.pipelines.observation import Observation, confirm, find_denoisers, observe
+from fxplug.pipelines.recorded_run import call_pipeline
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -309,7 +310,7 @@ def measure(case: Any) -> dict[str, Any]:
     except (Exception, SystemExit) as error:
         return {"result": "cannot be built", "text": say(error)}
     try:
-        parts = find_denoisers(pipe, call)[0]
+        parts = find_denoisers(pipe, call)
         rows = [measure_part(pipe, call, part if len(parts) > 1 else None) for part in parts or [None]]
     except fxplug.FxplugError as error:
         return {"result": "refused", "text": str(error)}

@@ -26,6 +26,7 @@ KNOWN = {
     "pixart": ("transformer", "hidden_states", (1.0, 0.0)), "sana": ("transformer", "hidden_states", (1.0, 0.0)),
     "qwen_image": ("transformer", "hidden_states", (0.001, 0.0)), "z_image": ("transformer", "x", (-0.001, 1.0)),
     "wan": ("transformer", "hidden_states", (1.0, 0.0)), "ltx": ("transformer", "hidden_states", (1.0, 0.0)),
+    "ltx2": ("transformer", "hidden_states", (1.0, 0.0)),
 }  # fmt: skip
 
 

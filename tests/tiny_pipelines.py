@@ -13,6 +13,7 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 SIZE = 64  # a side of the pictures
@@ -35,12 +36,14 @@ CALLS: dict[str, dict[str, Any]] = {
     "sd15": {}, "sdxl": {}, "sd3": {}, "flux": {}, "qwen_image": {}, "z_image": {},
     "pixart": {"use_resolution_binning": False},
     "sana": {"use_resolution_binning": False, "complex_human_instruction": None},
-    "wan": {"num_frames": 1}, "wan22": {"num_frames": 1}, "ltx": {"num_frames": 1},
+    "wan": {"num_frames": 1}, "wan22": {"num_frames": 1}, "ltx": {"num_frames": 1}, "ltx2": {"num_frames": 1},
 }  # fmt: skip
 # which argument guides, and with which value each sample is in a call of the denoiser once
 UNGUIDED: dict[str, dict[str, Any]] = {
     **{name: {"guidance_scale": 1.0} for name in CALLS}, "z_image": {"guidance_scale": 0.0},
     "qwen_image": {"true_cfg_scale": 1.0}, "wan22": {"guidance_scale": 1.0, "guidance_scale_2": 1.0},
+    "ltx2": {"guidance_scale": 1.0, "audio_guidance_scale": 1.0, "stg_scale": 0.0, "audio_stg_scale": 0.0,
+             "modality_scale": 1.0, "audio_modality_scale": 1.0, "guidance_rescale": 0.0, "audio_guidance_rescale": 0.0},
 }  # fmt: skip
 
 
@@ -283,7 +286,50 @@ def ltx() -> Any:
     )  # fmt: skip
 
 
+def ltx2() -> Any:
+    """Make LTX-2, whose denoiser has the latents of a sound beside those of the video."""
+    model = diffusers.LTX2VideoTransformer3DModel(
+        in_channels=8, out_channels=8, num_layers=2, num_attention_heads=2, attention_head_dim=8, cross_attention_dim=16,
+        audio_in_channels=8, audio_out_channels=8, audio_num_attention_heads=2, audio_attention_head_dim=4,
+        audio_cross_attention_dim=8, caption_channels=16, rope_double_precision=False, rope_type="split",
+    )  # fmt: skip
+    decoder = diffusers.AutoencoderKLLTX2Video(
+        latent_channels=8, block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 3, layers_per_block=(1,) * 5,
+        decoder_layers_per_block=(1,) * 4, spatio_temporal_scaling=(True,) * 4, decoder_spatio_temporal_scaling=(True,) * 3,
+        decoder_inject_noise=(False,) * 4, upsample_residual=(True,) * 3, upsample_factor=(1,) * 3, patch_size=4,
+        downsample_type=("spatial", "temporal", "spatiotemporal", "spatiotemporal"), decoder_causal=False,
+        spatial_compression_ratio=32, temporal_compression_ratio=8,
+    )  # fmt: skip
+    sound = diffusers.AutoencoderKLLTX2Audio(
+        base_channels=8, output_channels=2, ch_mult=(1, 1), num_res_blocks=1, in_channels=2, resolution=16, latent_channels=2,
+        norm_type="pixel", causality_axis="height", mid_block_add_attention=False, mel_bins=16,
+    )  # fmt: skip
+    text = transformers.Gemma3Config(
+        text_config={**IDS, "bos_token_id": 1, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
+                     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                       "image_size": 32, "patch_size": 8},
+        mm_tokens_per_image=4, image_token_index=2, boi_token_index=2, eoi_token_index=2,
+    )  # fmt: skip
+    connectors = LTX2TextConnectors(
+        caption_channels=16, text_proj_in_factor=3, video_connector_num_attention_heads=2,
+        video_connector_attention_head_dim=8, video_connector_num_layers=1, video_connector_num_learnable_registers=None,
+        audio_connector_num_attention_heads=2, audio_connector_attention_head_dim=8, audio_connector_num_layers=1,
+        audio_connector_num_learnable_registers=None, rope_double_precision=False, rope_type="split",
+    )  # fmt: skip
+    vocoder = LTX2Vocoder(
+        in_channels=32, hidden_channels=16, upsample_kernel_sizes=[4, 4], upsample_factors=[2, 2], resnet_kernel_sizes=[3],
+        resnet_dilations=[[1, 3]], output_sampling_rate=16000,
+    )  # fmt: skip
+    shifted = {"base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024, "max_image_seq_len": 4096}
+    return diffusers.LTX2Pipeline(
+        transformer=model.eval(), vae=decoder.eval(), audio_vae=sound.eval(), vocoder=vocoder.eval(),
+        scheduler=flow(use_dynamic_shifting=True, shift_terminal=0.1, **shifted), connectors=connectors.eval(),
+        text_encoder=transformers.Gemma3ForConditionalGeneration(text).eval(), tokenizer=tokenizer(64),
+    )  # fmt: skip
+
+
 MADE: dict[str, Callable[[], Any]] = {
     "sd15": sd15, "sdxl": sdxl, "sd3": sd3, "flux": flux, "pixart": pixart, "sana": sana, "qwen_image": qwen_image,
-    "wan": wan, "wan22": wan22, "ltx": ltx, "z_image": z_image,
+    "wan": wan, "wan22": wan22, "ltx": ltx, "ltx2": ltx2, "z_image": z_image,
 }  # fmt: skip

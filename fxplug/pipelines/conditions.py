@@ -13,8 +13,9 @@ from torch import Tensor
 from ..core.errors import SpecError, format_fields
 from ..core.torch_internals import trees as pytree
 from .latent_maps import flatten_tensors
-from .observation import Observation, call_pipeline
+from .observation import Observation
 from .opening import call_parameters
+from .recorded_run import call_pipeline
 
 Call = dict[str, Any]
 Path = tuple[Any, ...]
@@ -43,7 +44,7 @@ def encode_condition(pipe: Any, observation: Observation, seed: int | None = Non
     name, given, _ = run.steps[-1].calls[-1] if run.steps and run.steps[-1].calls else ("", {}, None)
     if name != observation.part:
         raise SpecError(f"this call of {type(pipe).__name__} does not call {observation.part}", path=("model", "part"))
-    return given
+    return {**given, **observation.settings}
 
 
 @dataclass(frozen=True)

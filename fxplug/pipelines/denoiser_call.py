@@ -66,10 +66,10 @@ class DenoiserCall:
             self._refuse("latents", f"those of one sample are {list(observation.shape)}, and the first size must be 1")
         if self.to_output.own is not None:
             self._refuse("output", f"a part of what the scheduler is given is not in the output of {part}")
-        time = example[observation.time]
-        self.time = torch.as_tensor(time)
-        if self.time.shape not in ((), (1,)):
-            self._refuse("time", f"{observation.time} of {part} is {list(self.time.shape)} for one sample, and must be [1]")
+        self.times = {name: torch.as_tensor(example[name]) for name in (observation.time, *observation.also)}
+        for name, time in self.times.items():
+            if time.shape not in ((), (1,)):
+                self._refuse("time", f"{name} of {part} is {list(time.shape)} for one sample, and must be [1]")
         self.like = example[noisy]
         leaves = pytree.tree_flatten_with_path({noisy: self.like})[0]
         self.sizes = [leaf.numel() for _, leaf in leaves if isinstance(leaf, Tensor)]
@@ -77,7 +77,7 @@ class DenoiserCall:
         self.dims = [batching.dims.get(path) for path, leaf in leaves if isinstance(leaf, Tensor)]
         if not self.listed and None in self.dims:
             self._refuse("input", f"{noisy} of {part} has no dimension of samples")
-        self.outputs = len([leaf for leaf in pytree.tree_leaves(observation.to_output.like) if isinstance(leaf, Tensor)])
+        self.outputs = observation.outputs
 
     def _refuse(self, what: str, why: str) -> None:
         raise SpecError(f"{what} of {type(self.pipe).__name__}: {why}", path=("model", "pipeline"))
@@ -97,7 +97,8 @@ class DenoiserCall:
         """
         call = dict(encode_condition(self.pipe, self.observation, seed, **arguments))
         noisy, part = call.pop(self.observation.noisy, None), self.observation.part
-        call.pop(self.observation.time, None)
+        for name in self.times:
+            call.pop(name, None)
         own = None
         if noisy is not None:
             own = flatten_tensors(noisy)
@@ -121,7 +122,8 @@ class DenoiserCall:
         own = None if conditions[0].own is None else torch.stack([c.own for c in conditions if c.own is not None])
         call[self.observation.noisy] = self._structure(self.to_input(x, own))
         times = time if time.is_floating_point() else time.double()
-        call[self.observation.time] = self.observation.model_time(times).to(self.time.dtype)
+        for name, like in self.times.items():
+            call[name] = self.observation.model_time(times).to(like.dtype)
         return call
 
     def _structure(self, rows: Tensor) -> Any:
@@ -206,6 +208,8 @@ def make_denoiser_call(pipe: Any, observation: Observation, device: torch.device
 def example_call(pipe: Any, observation: Observation, count: int = 2, **arguments: Any) -> Call:
     """Return the arguments of a denoiser for so many samples, as in training, to trace it with.
 
+    Settings by which it predicts some of several latents alone are left out, so that all layers are called.
+
     Args:
         pipe: The pipeline.
         observation: What it does around its denoiser.
@@ -223,4 +227,5 @@ def example_call(pipe: Any, observation: Observation, count: int = 2, **argument
     condition = made.encode(**arguments)
     dtype = next(leaf.dtype for leaf in pytree.tree_leaves(made.like) if isinstance(leaf, Tensor))
     x = torch.randn(count, *made.shape, generator=torch.Generator().manual_seed(0)).to(made.device, dtype)
-    return made([condition] * count, x, torch.linspace(300, 700, count).to(made.device))
+    call = made([condition] * count, x, torch.linspace(300, 700, count).to(made.device))
+    return {**call, **{name: observation.condition.get(name) for name in observation.settings}}

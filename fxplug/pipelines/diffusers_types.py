@@ -86,7 +86,7 @@ class PipelinePart(Variants):
             check_processors(self, name)
         try:
             found = super().__getattr__(name)
-            if isinstance(found, Container):
+            if isinstance(found, Container) and not torch.compiler.is_compiling():
                 _give_methods(found, self._model_class)
             return found
         except AttributeError:

@@ -64,6 +64,12 @@ class LatentMap:
         source[index[taken]] = (wide[taken] - term[taken].to(wide.dtype)) / factor[taken].to(wide.dtype)
         return source.reshape(self.source).to(flat.dtype)
 
+    def is_close(self, other: LatentMap, tolerance: float) -> bool:
+        """Return whether another map has the same places, and the same factors and terms within a number."""
+        pairs = ((self.factor, other.factor), (self.term, other.term))
+        same = torch.equal(self.index, other.index)
+        return same and all(bool(((a - b).abs() <= tolerance * (1 + b.abs())).all()) for a, b in pairs)
+
     @property
     def covers(self) -> bool:
         """Whether each element of the source is in the result."""

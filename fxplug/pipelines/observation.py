@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import SpecError, did_you_mean, format_fields, get_first_line, quote
+from ..core.errors import SpecError, did_you_mean, format_fields, quote
 from ..core.torch_internals import trees as pytree
 from .latent_maps import LatentMap, MapError, flatten_tensors, make_codes, solve_map
 from .opening import call_parameters
-from .recorded_run import PipelineRun, RecordedStep, check_arguments, get_components, record_run
+from .recorded_run import STEPS, PipelineRun, RecordedStep, call_pipeline, check_arguments, get_components, refuse
+from .several_latents import find_picture_place, is_predicted_alone, list_settings, switch_scales_off
 
-STEPS = 6  # of a run with coded values, which costs little
 MOST_STEPS = 24  # where a denoiser is called in few of them, as the first one of two
 PROMPTS = "a red ball", "two old green boats on a lake"
+ROUNDED = 1e-5  # how much a factor may seem to change with the time, where latents are added to a prediction and taken away
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of what is confirmed, over the largest value; of others 1e-5
 CHANGED = (
     "the pipeline changes them between two steps, as inpainting does with a mask: not what the scheduler returned is what it "
@@ -42,6 +43,11 @@ class Observation:
     is that of the scheduler's latents of one sample, `call` what the pipeline is called with, `condition` the arguments of the
     denoiser's call for it, and `schedule` what the scheduler's `set_timesteps` got beside the steps. `others` are the names of
     further denoisers, which are called at other times; in a run of so many `steps` this one is called more than twice.
+
+    `also` are the names of further arguments that are told the same time, and `outputs` is the number of tensors of the
+    denoiser's output. Where the denoiser has several latents, as of a video and its sound, all this is of those that a picture
+    becomes, whose step is number `place` after a call. `beside` are then the arguments for the other latents and their times:
+    called with `settings`, as the pipeline does in a call of each step, the denoiser predicts these latents without them.
     """
 
     part: str
@@ -59,6 +65,11 @@ class Observation:
     schedule: dict[str, Any] = field(default_factory=dict)
     others: tuple[str, ...] = ()
     steps: int = STEPS
+    also: tuple[str, ...] = ()
+    outputs: int = 1
+    place: int = 0
+    beside: tuple[str, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
 
     __repr__ = format_fields
 
@@ -73,15 +84,18 @@ class Observation:
         """Describe the observation in lines of words."""
         line = "the scheduler's" if (self.slope, self.offset) == (1, 0) else f"{self.slope:g} x the scheduler's"
         line += f" + {self.offset:g}" if self.offset else ""
-        own = sorted(set(self.condition) - {self.noisy, self.time})
+        own = sorted(set(self.condition) - {self.noisy, self.time, *self.also, *self.beside})
         rows = [
             f"denoiser    {self.part}" + (f", and at other times {', '.join(self.others)}" if self.others else ""),
             f"input       {self.noisy} = latents {self.to_input.describe()}",
             f"output      the scheduler's prediction = {self.part}'s output {self.to_output.describe()}",
             f"decoder     {self.vae} decodes latents {self.to_decoder.describe()}",
-            f"time        {self.time} = {line}",
+            f"time        {' = '.join((self.time, *self.also))} = {line}",
             f"condition   {', '.join(name for name in own if has_values(self.condition[name])) or 'nothing'}",
         ]
+        if self.beside:
+            how = ", ".join(f"{name}={quote(value)}" for name, value in self.settings.items())
+            rows.append(f"apart       without {', '.join(self.beside)}, of other latents" + (f", by {how}" if how else ""))
         return "\n".join(rows)
 
 
@@ -128,12 +142,12 @@ def observe(pipe: Any, call: Mapping[str, Any] | None = None, part: str | None =
     if "prompt" in known and not any(name.startswith("prompt") for name in call):
         call["prompt"] = PROMPTS[0]
     if "num_inference_steps" not in known:
-        raise _refused(pipe, "scheduler", "it has no num_inference_steps, so its steps are not the scheduler's")
+        raise refuse(pipe, "scheduler", "it has no num_inference_steps, so its steps are not the scheduler's")
     results: dict[str, Any] = {}
     found = _list_denoisers(pipe, call, results)
     names = list(dict.fromkeys(name for each in found for name in each))
     if not names:
-        raise _refused(pipe, "scheduler", "no model is called between two of its steps")
+        raise refuse(pipe, "scheduler", "no model is called between two of its steps")
     if part is not None and part not in names:
         raise SpecError(
             f"this call of {type(pipe).__name__} has no denoiser '{part}'{did_you_mean(part, names)}; it calls "
@@ -144,14 +158,16 @@ def observe(pipe: Any, call: Mapping[str, Any] | None = None, part: str | None =
         raise SpecError(f"this call of {type(pipe).__name__} has {len(names)} denoisers: set 'part' to one of "
                         f"{', '.join(names)}", path=("model", "part"))  # fmt: skip
     part = part or names[0]
-    beside = {name for each in found if part in each for name in each if name != part}
-    others = tuple(name for name in names if name != part and name not in beside)
+    reused = frozenset(name for each in found if part in each for name in each if name != part)
+    others = tuple(name for name in names if name != part and name not in reused)
     scales = [n for n in known if n.endswith(("guidance_scale", "cfg_scale")) and not n.startswith("pag_")]
+    unscaled = dict.fromkeys([n for n in known if n.endswith("guidance_rescale")], 0.0)
     failures: list[SpecError] = []
     for value in (None, 1.0, 0.0) if scales else (None,):
-        tried = call if value is None else {**call, **dict.fromkeys(scales, value)}
+        tried = call if value is None else {**call, **dict.fromkeys(scales, value), **unscaled}
         try:
-            return _observe_once(pipe, tried, part, others, frozenset(beside), results)
+            tried = switch_scales_off(pipe, tried, part, scales, frozenset(names), results)
+            return _observe_once(pipe, tried, part, others, reused, results, call)
         except SpecError as error:
             failures.append(error)
     raise next((error for error in failures if not error.finding.startswith("guidance")), failures[0])
@@ -166,107 +182,140 @@ def _check_one_sample(call: Mapping[str, Any]) -> None:
             raise SpecError(finding, path=("model", "call", name))
 
 
-def _refused(pipe: Any, what: str, why: str) -> SpecError:
-    return SpecError(f"{what} of {type(pipe).__name__}: {why}", path=("model", "pipeline"))
-
-
-def call_pipeline(pipe: Any, call: Mapping[str, Any], *, steps: int = STEPS, **options: Any) -> PipelineRun:
-    """Record a run; what the pipeline raises becomes a SpecError that quotes it."""
-    try:
-        return record_run(pipe, call, steps=steps, **options)
-    except SpecError:
-        raise
-    except Exception as error:  # the pipeline's, about any of its arguments
-        if options.get("latents") is not None:
-            why = f"it takes more of a step than the next latents: {type(error).__name__}: {get_first_line(error)}"
-            raise _refused(pipe, "scheduler", why) from error
-        named = next((name for name in call if f"`{name}`" in str(error) or f"'{name}'" in str(error)), None)
-        given = f"this '{named}'" if named else ", ".join(call) or "nothing"
-        what = f"a call of {type(pipe).__name__} with {given}, of {steps} steps of its scheduler, fails"
-        finding = f"{what}: {type(error).__name__}: {get_first_line(error)}"
-        raise SpecError(finding, path=("model", "call")) from error
-
-
 def _observe_once(
-    pipe: Any, call: dict[str, Any], part: str, others: tuple[str, ...], beside: frozenset[str], results: dict[str, Any]
+    pipe: Any,
+    call: dict[str, Any],
+    part: str,
+    others: tuple[str, ...],
+    reused: frozenset[str],
+    results: dict[str, Any],
+    given: dict[str, Any],
 ) -> Observation:
-    coded: dict[str, Any] = {"results": results, "denoisers": frozenset({part, *others}), "reused": beside}
+    """Observe a pipeline by a call in which the denoiser sees each sample once; `given` is the call as it is wanted, and
+    `reused` are models of the denoiser's class that are called in the same steps."""
+    coded: dict[str, Any] = {"results": results, "denoisers": frozenset({part, *others}), "reused": reused}
     for number in (STEPS, 2 * STEPS, MOST_STEPS):
         first = call_pipeline(pipe, call, steps=number, latents=torch.ones_like, outputs=torch.ones_like, **coded)
-        if number == MOST_STEPS or not others or sum(bool(s.calls) and s.calls[-1][0] == part for s in first.steps) > 2:
+        rounds = [_end_at(pipe, step, part).calls for step in first.steps if step.place == 0]
+        if number == MOST_STEPS or not others or sum(bool(calls) and calls[-1][0] == part for calls in rounds) > 2:
             break
-    steps = _list_steps(pipe, first, part)
+    coded["steps"] = number
+    twos = make_codes(2)["twos"]
+    moved = {place: call_pipeline(pipe, call, latents=twos, outputs=torch.ones_like, place=place, **coded)
+             for place in range(len(first.finals)) if len(first.finals) > 1}  # fmt: skip
+    place = find_picture_place(pipe, first, moved) if moved else 0
+    steps = _list_steps(pipe, first, part, place)
     shape, sample = steps[0].sample.shape, steps[0].sample
     output = steps[0].calls[-1][2]
-    size = max(sample.numel(), flatten_tensors(output).numel())
-    runs = {"ones": first}
-    for name, code in make_codes(size).items():
-        if name != "ones":
-            runs[name] = call_pipeline(pipe, call, steps=number, latents=code, outputs=code, **coded)
-    seen = {name: _list_steps(pipe, run, part) for name, run in runs.items()}
+    codes = make_codes(max(sample.numel(), flatten_tensors(output).numel()))
+    runs = {name: first if name == "ones" else call_pipeline(pipe, call, latents=code, outputs=code, place=place, **coded)
+            for name, code in codes.items()}  # fmt: skip
+    seen = {name: _list_steps(pipe, run, part, place) for name, run in runs.items()}
     for name, run in runs.items():
-        code = make_codes(size)[name]
-        if any(not torch.equal(step.sample, code(step.sample)) for step in run.steps[1:]):
-            raise _refused(pipe, "latents", CHANGED)
-    noisy = _list_changed(steps[0].calls[-1][1], seen["twos"][0].calls[-1][1])
-    time = [name for name in _list_changed(steps[0].calls[-1][1], steps[-1].calls[-1][1]) if name not in noisy]
+        later = run.steps[len(run.finals) :]
+        coding = [codes[name] if step.place == place else torch.ones_like for step in later]
+        if any(not torch.equal(step.sample, code(step.sample)) for step, code in zip(later, coding, strict=True)):
+            raise refuse(pipe, "latents", CHANGED)
+    call_of = steps[0].calls[-1][1]
+    noisy = _list_changed(call_of, seen["twos"][0].calls[-1][1])
+    beside = [name for other, run in moved.items() if other != place
+              for name in _list_changed(call_of, _list_steps(pipe, run, part, place)[0].calls[-1][1])]  # fmt: skip
+    if both := [name for name in noisy if name in beside]:
+        raise refuse(pipe, "latents", f"{_join_names(both)} of {part} has several latents, as of a video and its sound")
     before = list(dict.fromkeys(name for name, _, _ in steps[0].calls[:-1]))
     if len(noisy) != 1:
         why = f"{_join_names(noisy)} of {part} change with the latents, and must be one argument"
         if before:
             earlier = f"{_join_names(before)} is called before it in each step, such as a ControlNet"
-            raise _refused(pipe, "input", f"{why}: {earlier}")
-        two = ": two latents, as of a video and its sound, with times of their own, are not understood" if noisy else ""
-        raise _refused(pipe, "latents" if noisy else "input", why + two)
-    if len(time) != 1:
-        more = f": {_join_names(before)} is called before it in each step" if before else ": two times, or parts with own times"
-        raise _refused(pipe, "time", f"{_join_names(time)} of {part} change with the time, and must be one argument{more}")
-    noisy_name, time_name = noisy[0], time[0]
+            raise refuse(pipe, "input", f"{why}: {earlier}")
+        raise refuse(pipe, "latents" if noisy else "input", why)
+    noisy_name = noisy[0]
     try:
         to_input = solve_map({n: s[0].calls[-1][1][noisy_name] for n, s in seen.items()}, shape)
         last = solve_map({n: s[-1].calls[-1][1][noisy_name] for n, s in seen.items()}, shape)
     except MapError as error:
         if str(error) == "an element of the latents is in it twice":
-            raise _refused(pipe, "guidance", f"{part} sees each sample more than once in a step") from None
-        raise _refused(pipe, "input", f"{noisy_name} of {part}: {error}") from None
-    if not all(torch.equal(getattr(to_input, key), getattr(last, key)) for key in ("index", "factor", "term")):
-        raise _refused(pipe, "input", f"{noisy_name} of {part} depends on the time (as with the preconditioning of EDM)")
+            raise refuse(pipe, "guidance", f"{part} sees each sample more than once in a step") from None
+        raise refuse(pipe, "input", f"{noisy_name} of {part}: {error}") from None
+    if not to_input.is_close(last, 0):
+        raise refuse(pipe, "input", f"{noisy_name} of {part} depends on the time (as with the preconditioning of EDM)")
     if not to_input.covers:
-        raise _refused(pipe, "input", f"{noisy_name} of {part} has a part of the latents only")
+        raise refuse(pipe, "input", f"{noisy_name} of {part} has a part of the latents only")
     try:
         to_output = solve_map({n: s[0].prediction for n, s in seen.items()}, _get_shape(output))
         final = solve_map({n: s[-1].prediction for n, s in seen.items()}, _get_shape(output))
     except MapError:
         why = "in an order, times factors, plus terms: it depends on the latents or the time, or is a sum"
-        raise _refused(pipe, "output", f"what the scheduler is given is not the output of {part} alone, {why}") from None
-    if not all(torch.equal(getattr(to_output, key), getattr(final, key)) for key in ("index", "factor", "term")):
-        raise _refused(pipe, "output", f"what the scheduler is given of {part}'s output depends on the time, or on the latents")
-    if beside and to_output.term.any():
-        raise _refused(pipe, "guidance", f"what the scheduler is given has a share of {_join_names(sorted(beside))}, too")
+        raise refuse(pipe, "output", f"what the scheduler is given is not the output of {part} alone, {why}") from None
+    if not to_output.is_close(final, ROUNDED):
+        raise refuse(pipe, "output", f"what the scheduler is given of {part}'s output depends on the time, or on the latents")
+    if reused and to_output.term.any():
+        raise refuse(pipe, "guidance", f"what the scheduler is given has a share of {_join_names(sorted(reused))}, too")
     prediction = steps[0].prediction
     if not isinstance(prediction, Tensor) or prediction.shape != shape:
         found = list(prediction.shape) if isinstance(prediction, Tensor) else f"a {type(prediction).__name__}"
-        raise _refused(pipe, "output", f"the scheduler is given {found} for latents of {list(shape)}")
+        raise refuse(pipe, "output", f"the scheduler is given {found} for latents of {list(shape)}")
     vae, to_decoder = _find_decoder_map(pipe, runs, shape)
-    slope, offset = _fit_time_line(pipe, part, time_name, steps)
-    call_of = steps[0].calls[-1][1]
-    return Observation(part, noisy_name, time_name, to_input, to_output, to_decoder, vae, slope, offset, shape, call, call_of,
-                       {k: v for k, v in first.schedule.items() if k in ("mu",)}, others, number)  # fmt: skip
+    timed = [name for name in _list_changed(call_of, steps[-1].calls[-1][1]) if name not in (noisy_name, *beside)]
+    groups = _group_by_value(timed, steps)
+    if len(groups) != 1 and not moved:
+        more = f": {_join_names(before)} is called before it in each step" if before else ": two times, or parts with own times"
+        why = f"{_join_names(timed)} of {part} change with the time, and must be one argument{more}"
+        raise refuse(pipe, "time", why)
+    outputs = len([leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
+    schedule = {k: v for k, v in first.schedule.items() if k in ("mu",)}
+    failures: list[SpecError] = []
+    for names in groups:
+        try:
+            slope, offset = _fit_time_line(pipe, part, names[0], steps)
+        except SpecError as error:
+            failures.append(error)
+            continue
+        apart = (*beside, *(name for name in timed if name not in names)) if moved else ()
+        made = Observation(part, noisy_name, names[0], to_input, to_output, to_decoder, vae, slope, offset, shape, call,
+                           call_of, schedule, others, number, names[1:], outputs, place, apart)  # fmt: skip
+        if not moved:
+            return made
+        real = call_pipeline(pipe, call, steps=number, first_call=part, results={}, denoisers=frozenset(others))
+        for settings in list_settings(pipe, given, part, call_of, reused.union((part, *others)), results):
+            if is_predicted_alone(pipe, part, {**real.steps[-1].calls[-1][1], **settings}, noisy_name, apart, to_output):
+                return replace(made, settings=settings)
+        why = f"what {part} predicts for {noisy_name} depends on {_join_names(list(apart))}, other latents that have steps, as"
+        failures.append(refuse(pipe, "latents", f"{why} of a sound, of which a picture has none, and in a step of the pipeline "
+                               "there is no call of it that keeps them apart"))  # fmt: skip
+    raise failures[0] if failures else refuse(pipe, "time", f"no argument of {part} changes with the time")
 
 
-def _list_steps(pipe: Any, run: PipelineRun, part: str) -> list[RecordedStep]:
-    """Return the steps but the first that end with a call of the denoiser. Raises SpecError for another number of calls."""
+def _group_by_value(names: list[str], steps: list[RecordedStep]) -> list[tuple[str, ...]]:
+    """Group arguments of the denoiser that have the same numbers in each step."""
+    groups: dict[tuple[float, ...], list[str]] = {}
+    for name in names:
+        values = [set(_list_numbers(step.calls[-1][1][name])) for step in steps]
+        key = tuple(value for each in values for value in sorted(each))
+        groups.setdefault(key, []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+def _list_numbers(value: Any) -> list[float]:
+    """Return all numbers in a structure."""
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, (Tensor, float, int))]
+    return [number for leaf in leaves for number in torch.as_tensor(leaf).flatten().double().tolist()]
+
+
+def _list_steps(pipe: Any, run: PipelineRun, part: str, place: int) -> list[RecordedStep]:
+    """Return the steps of latents but the first that end with a call of the denoiser. Raises SpecError for another number of
+    calls."""
     found = []
-    for each in run.steps[1:]:
+    for each in [step for step in run.steps if step.place == place][1:]:
         step = _end_at(pipe, each, part)
         called = [name for name, _, _ in step.calls]
         if called.count(part) > 1:
             why = f"{part} is called {called.count(part)} times in a step, for guidance or to fill a cache, and must be once"
-            raise _refused(pipe, "guidance", why)
+            raise refuse(pipe, "guidance", why)
         if called and called[-1] == part:
             found.append(step)
     if len(found) < 2:
-        raise _refused(pipe, "scheduler", f"{part} is called in {len(found)} of {len(run.steps)} steps, and must be in more")
+        raise refuse(pipe, "scheduler", f"{part} is called in {len(found)} of {len(run.steps)} steps, and must be in more")
     return found
 
 
@@ -306,18 +355,18 @@ def _get_shape(output: Any) -> torch.Size:
 
 
 def _find_decoder_map(pipe: Any, runs: Mapping[str, PipelineRun], shape: torch.Size) -> tuple[str, LatentMap]:
-    names = {name for run in runs.values() for name in run.decoded}
-    if len(names) != 1:
-        raise _refused(pipe, "VAE", "the call ends without decoding latents by `decode` of a part with `encode`")
+    names = {list(run.decoded)[-1] if run.decoded else "" for run in runs.values()}  # a sound may be decoded before
+    if len(names) != 1 or "" in names:
+        raise refuse(pipe, "VAE", "the call ends without decoding latents by `decode` of a part with `encode`")
     (name,) = names
     try:
         found = solve_map({key: run.decoded[name] for key, run in runs.items()}, shape)
     except MapError as error:
-        raise _refused(pipe, "VAE", f"what {name} decodes of the latents: {error}") from None
+        raise refuse(pipe, "VAE", f"what {name} decodes of the latents: {error}") from None
     if not found.covers or found.keeps_own:
         taken = int((found.index >= 0).sum())
         own = f", and {len(found.index) - taken} others" if found.keeps_own else ""
-        raise _refused(pipe, "VAE", f"{name} decodes {taken} of {found.source.numel()} elements of the latents{own}")
+        raise refuse(pipe, "VAE", f"{name} decodes {taken} of {found.source.numel()} elements of the latents{own}")
     return name, found
 
 
@@ -325,14 +374,13 @@ def _fit_time_line(pipe: Any, part: str, name: str, steps: list[RecordedStep]) -
     """Return slope and offset of the denoiser's time over the scheduler's."""
     values, times = [], []
     for step in steps:
-        tensors = [leaf for leaf in pytree.tree_leaves(step.calls[-1][1][name]) if isinstance(leaf, (Tensor, float, int))]
-        flat = torch.cat([torch.as_tensor(leaf).flatten().double() for leaf in tensors])
-        if (flat != flat[0]).any():
-            raise _refused(pipe, "time", f"{name} of {part} has several in a call: frames, or parts, have times of their own")
-        values.append(float(flat[0]))
+        numbers = _list_numbers(step.calls[-1][1][name])
+        if len(set(numbers)) != 1:
+            raise refuse(pipe, "time", f"{name} of {part} has several in a call: frames, or parts, have times of their own")
+        values.append(numbers[0])
         times.append(float(torch.as_tensor(step.time).flatten()[0]))
     if times[0] == times[-1]:
-        raise _refused(pipe, "time", "the scheduler's does not change from step to step")
+        raise refuse(pipe, "time", "the scheduler's does not change from step to step")
     slope = (values[0] - values[-1]) / (times[0] - times[-1])
     offset = values[0] - slope * times[0]
     largest = max(map(abs, values))
@@ -341,7 +389,7 @@ def _fit_time_line(pipe: Any, part: str, name: str, steps: list[RecordedStep]) -
         return max(abs(v - slope * t - offset) for v, t in zip(values, times, strict=True))
 
     if off(slope, offset) > 1e-3 * max(1e-6, largest):
-        raise _refused(pipe, "time", f"{name} of {part} is not a linear function of the scheduler's time")
+        raise refuse(pipe, "time", f"{name} of {part} is not a linear function of the scheduler's time")
     for digits in range(1, 7):  # what the pipeline computes is a round number, of which the scheduler's rounding is left
         plain = float(f"{slope:.{digits}g}"), round(offset, digits) + 0.0
         if off(*plain) <= max(1e-6 * largest, 2 * off(slope, offset)):
@@ -373,6 +421,7 @@ def confirm(pipe: Any, observation: Observation, calls: tuple[Mapping[str, Any],
     for seed, call in enumerate(calls):
         run = call_pipeline(pipe, call, steps=observation.steps if observation.others else 3, seed=seed + 1)
         worst = max(worst, _compare_run(pipe, observation, run))
+        _check_alone(pipe, observation, run)
         # the same on random values, in float32: those of a few steps may be large all of them, or rounded
         code = functools.partial(_random_like, torch.Generator().manual_seed(seed))
         names = frozenset({observation.part, *observation.others})
@@ -380,6 +429,16 @@ def confirm(pipe: Any, observation: Observation, calls: tuple[Mapping[str, Any],
         coded = call_pipeline(pipe, call, steps=observation.steps, seed=seed + 1, **changed)
         worst = max(worst, _compare_run(pipe, observation, coded))
     return worst
+
+
+def _check_alone(pipe: Any, observation: Observation, run: PipelineRun) -> None:
+    """Raise SpecError where latents are not predicted without others in a real run."""
+    part, noisy, apart = observation.part, observation.noisy, observation.beside
+    steps = [_end_at(pipe, step, part) for step in run.steps] if apart else []
+    calls = [step.calls[-1][1] for step in steps if step.calls and step.calls[-1][0] == part]
+    for given in calls[-1:]:
+        if not is_predicted_alone(pipe, part, {**given, **observation.settings}, noisy, apart, observation.to_output):
+            raise refuse(pipe, "latents", f"what {part} predicts for {noisy} depends on {', '.join(apart)}, in a real step")
 
 
 def _random_like(draw: torch.Generator, like: Tensor) -> Tensor:
@@ -390,40 +449,43 @@ def _compare_run(pipe: Any, observation: Observation, run: PipelineRun) -> float
     """Return the largest difference between a run and what was observed. Raises SpecError where it differs."""
     worst = 0.0
     if run.changed:
-        raise _refused(pipe, "latents", CHANGED)
-    steps = [_end_at(pipe, step, observation.part) for step in run.steps]
-    taken = [step for step in steps if step.calls and step.calls[-1][0] == observation.part]
+        raise refuse(pipe, "latents", CHANGED)
+    own = [_end_at(pipe, step, observation.part) for step in run.steps if step.place == observation.place]
+    taken = [step for step in own if step.calls and step.calls[-1][0] == observation.part]
+    known = {observation.noisy, observation.time, *observation.also, *observation.beside}
     condition = taken[0].calls[-1][1] if taken else {}  # that of the first call is what training takes
     for step in taken[-2:]:
         _, given, output = step.calls[-1]
-        if changing := [n for n in _list_changed(condition, given) if n not in (observation.noisy, observation.time)]:
-            raise _refused(pipe, "condition", f"{', '.join(changing)} of {observation.part} change from step to step")
+        if changing := [n for n in _list_changed(condition, given) if n not in known]:
+            raise refuse(pipe, "condition", f"{', '.join(changing)} of {observation.part} change from step to step")
         sizes = [flatten_tensors(call[observation.noisy]).numel() for call in (condition, given)]
         if sizes[0] != sizes[1]:
             why = f"{observation.noisy} of {observation.part} has {sizes[0]} elements in the first step, and then {sizes[1]}"
-            raise _refused(pipe, "input", why)
+            raise refuse(pipe, "input", why)
         time = observation.model_time(torch.as_tensor(step.time).double().flatten()[0])
-        leaves = pytree.tree_leaves(given[observation.time])
-        told = torch.as_tensor(next(leaf for leaf in leaves if isinstance(leaf, (Tensor, float, int))))
-        pairs = {
-            "input": (observation.to_input(step.sample, condition[observation.noisy]), given[observation.noisy]),
-            "output": (observation.to_output(flatten_tensors(output)), step.prediction),
-            "time": (time.expand(told.numel()), told.flatten()),
-        }
-        worst = max(worst, *(_measure_difference(pipe, what, mapped, real) for what, (mapped, real) in pairs.items()))
-    if run.final is not None and observation.vae in run.decoded:
-        mapped = observation.to_decoder(run.final)
+        mapped = observation.to_output(flatten_tensors(output))
+        # latents that a pipeline adds to a prediction, for guidance, and takes away again round it
+        worst = max(worst, _measure_difference(pipe, "output", mapped, step.prediction, beside=step.sample))
+        pairs = [("input", observation.to_input(step.sample, condition[observation.noisy]), given[observation.noisy])]
+        for name in (observation.time, *observation.also):
+            leaves = pytree.tree_leaves(given[name])
+            told = torch.as_tensor(next(leaf for leaf in leaves if isinstance(leaf, (Tensor, float, int))))
+            pairs.append(("time", time.expand(told.numel()), told.flatten()))
+        worst = max(worst, *(_measure_difference(pipe, what, mapped, real) for what, mapped, real in pairs))
+    if own and observation.vae in run.decoded:
+        mapped = observation.to_decoder(run.finals[observation.place])
         worst = max(worst, _measure_difference(pipe, "VAE", mapped, run.decoded[observation.vae]))
     return worst
 
 
-def _measure_difference(pipe: Any, what: str, mapped: Any, real: Any) -> float:
+def _measure_difference(pipe: Any, what: str, mapped: Any, real: Any, beside: Tensor | None = None) -> float:
     one, two = flatten_tensors(mapped).double(), flatten_tensors(real).double()
     if one.shape != two.shape:
-        raise _refused(pipe, what, f"a real step has {two.numel()} elements where {one.numel()} were observed")
+        raise refuse(pipe, what, f"a real step has {two.numel()} elements where {one.numel()} were observed")
     dtypes = {leaf.dtype for leaf in pytree.tree_leaves([mapped, real]) if isinstance(leaf, Tensor)}
-    off = float((one - two).abs().max() / two.abs().max().clamp(min=1e-6))
+    largest = max(float(two.abs().max()), 1e-6, 0.0 if beside is None else float(beside.abs().max()))
+    off = float((one - two).abs().max()) / largest
     if not off <= max(TOLERANCE.get(dtype, 1e-5) for dtype in dtypes):
-        raise _refused(pipe, what, f"a real step differs from what was observed by {off:.2g} of the largest value: it depends "
+        raise refuse(pipe, what, f"a real step differs from what was observed by {off:.2g} of the largest value: it depends "
                        "on the condition, or on the values of the latents")  # fmt: skip
     return off

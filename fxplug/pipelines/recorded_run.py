@@ -10,17 +10,19 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import SpecError, did_you_mean, format_fields
+from ..core.errors import SpecError, did_you_mean, format_fields, get_first_line
 from ..core.torch_internals import trees as pytree
 from .latent_maps import flatten_tensors, unflatten_tensors
 from .opening import call_parameters, silence_libraries
 
 Code = Callable[[Tensor], Tensor]
+STEPS = 6  # of a run with coded values, which costs little
+SIDE = 128  # of an empty picture
 _LOCK = threading.RLock()  # methods of models are replaced for the time of a run: one run at a time
 
 
@@ -30,27 +32,32 @@ class EndOfRecording(BaseException):  # noqa: N818
 
 @dataclass
 class RecordedStep:
-    """One step of the scheduler: the calls of models before it (name, arguments by name, result), the `time`, the `sample`
-    as it was scaled for the denoiser, and the model's `prediction`."""
+    """One step of a scheduler: the calls of models before it (name, arguments by name, result), the `time`, the `sample` as it
+    was scaled for the denoiser, and the model's `prediction`.
+
+    After the same calls there may be steps of several latents, as of a video and its sound: `place` is the number of these.
+    """
 
     calls: list[tuple[str, dict[str, Any], Any]]
     time: Any
     sample: Tensor
     prediction: Any
+    place: int = 0
 
     __repr__ = format_fields
 
 
 @dataclass
 class PipelineRun:
-    """What was seen of a call: its `steps`, the `final` latents, whether latents `changed` between two steps, what the VAE was
-    to decode (by the VAE's name), the scheduler, as it was set, and the arguments of `set_timesteps`."""
+    """What was seen of a call: its `steps`, the `finals`, which are the last latents of each place, whether latents `changed`
+    between two steps, what a VAE was to decode (by the VAE's name), the scheduler, as it was set, and the arguments of
+    `set_timesteps`."""
 
     steps: list[RecordedStep] = field(default_factory=list)
     decoded: dict[str, Tensor] = field(default_factory=dict)
     scheduler: Any = None
     schedule: dict[str, Any] = field(default_factory=dict)
-    final: Tensor | None = None
+    finals: list[Tensor] = field(default_factory=list)
     changed: bool = False
 
     __repr__ = format_fields
@@ -85,6 +92,7 @@ def record_run(
     results: dict[str, Any] | None = None,
     first_call: str | None = None,
     gradients: bool = False,
+    place: int | None = None,
 ) -> PipelineRun:
     """Call a pipeline, as far as the VAE, and record it. The pipeline is left as it was.
 
@@ -106,6 +114,8 @@ def record_run(
         first_call: Stop at the first call of this model, whose result is then None.
         gradients: Whether gradients reach the parameters of models that the pipeline calls: its `__call__` without the
             decorator that switches them off. What methods of its own switch off stays so.
+        place: Which latents, of several that have steps, `latents` and `predict` are for: others get ones, and the pipeline's
+            own prediction. None is all.
 
     Returns:
         What was seen.
@@ -119,50 +129,16 @@ def record_run(
         raise SpecError(f"{type(pipe).__name__} has no scheduler with steps", path=("model", "pipeline"))
     coded = latents is not None  # codes are told apart in float32, whatever the models compute in
     run, pending = PipelineRun(), list[tuple[str, dict[str, Any], Any]]()
-    run.scheduler = watched = copy.deepcopy(scheduler)
     pipe = copy.copy(pipe)  # pipelines keep what they are called with
-    vars(pipe)["scheduler"] = watched
     if (guider := parts.get("guider")) is not None and hasattr(guider, "prepare_inputs"):
         vars(pipe)["guider"] = _without_guidance(guider)
-    scaled: list[Tensor] = []
-
-    @functools.wraps(watched.step)
-    def step(*args: Any, **named: Any) -> Any:
-        bound = inspect.signature(original_step).bind(*args, **named)
-        given = bound.arguments
-        sample = scaled[-1] if latents is None and scaled else given["sample"]
-        key = next((key for key in ("model_output", "noise_pred") if key in given), "")
-        made = given.get(key)
-        if predict is not None and isinstance(made, Tensor):
-            made = given[key] = predict(sample, torch.as_tensor(given.get("timestep"))).to(made)
-        run.steps.append(RecordedStep(list(pending), given.get("timestep"), sample.clone(), made))
-        run.changed |= run.final is not None and not _are_equal(run.final, given["sample"])
-        pending.clear()
-        scaled.clear()
-        if latents is None:
-            result = original_step(*bound.args, **bound.kwargs)
-            run.final = (result[0] if isinstance(result, tuple) else result.prev_sample).clone()
-            return result
-        run.final = following = latents(given["sample"])
-        return type("Output", (), {"prev_sample": following})() if named.get("return_dict", True) else (following,)
-
-    @functools.wraps(getattr(watched, "scale_model_input", copy.copy))
-    def scale_model_input(sample: Tensor, *args: Any, **named: Any) -> Tensor:
-        found: Tensor = sample if latents is not None else original_scale(sample, *args, **named)
-        scaled.append(found)
-        return found
-
-    @functools.wraps(watched.set_timesteps)
-    def set_timesteps(*args: Any, **named: Any) -> Any:
-        given = inspect.signature(original_set).bind(*args, **named).arguments
-        run.schedule = {**given, **given.pop("kwargs", {})} if isinstance(given.get("kwargs"), dict) else dict(given)
-        return original_set(*args, **named)
-
-    original_step, original_set = watched.step, watched.set_timesteps
-    original_scale: Any = getattr(watched, "scale_model_input", None)
-    watched.step, watched.set_timesteps = step, set_timesteps
-    if original_scale is not None:
-        watched.scale_model_input = scale_model_input
+    spy = _SchedulerSpy(run, pending, latents, predict, place)
+    for name, part in parts.items():
+        if name == "scheduler" or (hasattr(part, "step") and hasattr(part, "set_timesteps")):
+            vars(pipe)[name] = watched = copy.deepcopy(part)
+            watched.__class__ = spy.watch(type(part))
+            if name == "scheduler":
+                run.scheduler = watched
 
     def watch(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(forward)
@@ -193,20 +169,30 @@ def record_run(
 
         return watched_forward
 
-    def decode(name: str, *args: Any, **named: Any) -> Any:
+    def decode(name: str, module: nn.Module, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
         run.decoded[name] = args[0] if args else next(iter(named.values()))
-        raise EndOfRecording
+        if len(run.finals) < 2 or is_vae_of_pictures(module, run.decoded[name].dim()):
+            raise EndOfRecording
+        key = f"decode {name} {pytree.tree_map_only(Tensor, lambda t: tuple(t.shape), (args, named))}"
+        found = None if results is None else results.get(key)  # of a sound, before the video
+        if found is None:
+            own = getattr(module, "dtype", torch.float32)
+            found = call_in(own, original, *args, **named) if coded else original(*args, **named)
+        if results is not None:
+            results[key] = found
+        return found
 
     models = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     if compiled := next((name for name, part in models.items() if "_orig_mod" in part._modules), None):
         finding = f"{compiled} of {type(pipe).__name__} is compiled: put the model itself in, {compiled}._orig_mod"
         raise SpecError(finding, path=("model", "pipeline"))
-    vaes = {name for name, part in models.items() if callable(getattr(part, "decode", None)) and hasattr(part, "encode")}
+    vaes = list_vaes(pipe)
     with _LOCK, contextlib.ExitStack() as stack:
         for name, module in models.items():
             if name in vaes:
                 stack.enter_context(_same_dtypes(module))
-                stack.enter_context(_attribute(module, "decode", functools.partial(decode, name)))
+                original: Any = module.decode
+                stack.enter_context(_attribute(module, "decode", functools.partial(decode, name, module, original)))
                 if coded:
                     encode: Any = module.encode
                     own = functools.partial(call_in, getattr(module, "dtype", torch.float32), encode)
@@ -221,6 +207,157 @@ def record_run(
         with hide_warnings(), torch.set_grad_enabled(gradients), contextlib.suppress(EndOfRecording):
             run_call(**{**call, **({"num_inference_steps": steps} if "num_inference_steps" in call_parameters(pipe) else {})})
     return run
+
+
+def refuse(pipe: Any, what: str, why: str) -> SpecError:
+    """Return the error of a pipeline that is not understood: in what, and why."""
+    return SpecError(f"{what} of {type(pipe).__name__}: {why}", path=("model", "pipeline"))
+
+
+def call_pipeline(pipe: Any, call: Mapping[str, Any], *, steps: int = STEPS, **options: Any) -> PipelineRun:
+    """Record a run of a pipeline.
+
+    Args:
+        pipe: The pipeline.
+        call: What it is called with.
+        steps: The number of steps.
+        **options: Those of `record_run`.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        SpecError: What the pipeline raises, quoted.
+    """
+    try:
+        return record_run(pipe, call, steps=steps, **options)
+    except SpecError:
+        raise
+    except Exception as error:  # the pipeline's, about any of its arguments
+        if options.get("latents") is not None:
+            why = f"it takes more of a step than the next latents: {type(error).__name__}: {get_first_line(error)}"
+            raise refuse(pipe, "scheduler", why) from error
+        named = next((name for name in call if f"`{name}`" in str(error) or f"'{name}'" in str(error)), None)
+        given = f"this '{named}'" if named else ", ".join(call) or "nothing"
+        what = f"a call of {type(pipe).__name__} with {given}, of {steps} steps of its scheduler, fails"
+        finding = f"{what}: {type(error).__name__}: {get_first_line(error)}"
+        raise SpecError(finding, path=("model", "call")) from error
+
+
+class _SchedulerSpy:
+    """What records the steps of schedulers in a run: of those in the pipeline, and of copies that it makes of them."""
+
+    def __init__(
+        self,
+        run: PipelineRun,
+        pending: list[tuple[str, dict[str, Any], Any]],
+        latents: Code | None,
+        predict: Callable[[Tensor, Tensor], Tensor] | None,
+        wanted: int | None,
+    ) -> None:
+        """Take where to record, the calls of models since the last step, and what `record_run` was given."""
+        self.run, self.pending, self.latents, self.predict, self.wanted = run, pending, latents, predict, wanted
+        self.calls: list[tuple[str, dict[str, Any], Any]] = []  # those before the steps of all places
+        self.scaled: list[tuple[Tensor, Tensor]] = []  # samples, and as they were scaled, since these calls began
+        self.fresh: list[tuple[Tensor, Tensor]] = []  # since the last step
+        self.place, self.rounds = 0, 0
+
+    def watch(self, kind: type) -> type:
+        """Return a class of schedulers whose steps are recorded. A class, so that a copy does its own steps, as for a sound."""
+        spy, methods = self, dict[str, Any]()
+
+        @functools.wraps(kind.step)  # type: ignore[attr-defined]
+        def step(self: Any, *args: Any, **named: Any) -> Any:
+            return spy.step(kind, self, *args, **named)
+
+        @functools.wraps(kind.set_timesteps)  # type: ignore[attr-defined]
+        def set_timesteps(self: Any, *args: Any, **named: Any) -> Any:
+            original: Any = kind.set_timesteps  # type: ignore[attr-defined]
+            given = inspect.signature(original).bind(self, *args, **named).arguments
+            given = {**given, **given.pop("kwargs", {})} if isinstance(given.get("kwargs"), dict) else dict(given)
+            if self is spy.run.scheduler:
+                spy.run.schedule = {name: value for name, value in given.items() if value is not self}
+            return original(self, *args, **named)
+
+        methods |= {"step": step, "set_timesteps": set_timesteps}
+        if hasattr(kind, "scale_model_input"):
+            original_scale: Any = kind.scale_model_input
+
+            @functools.wraps(original_scale)
+            def scale_model_input(self: Any, sample: Tensor, *args: Any, **named: Any) -> Tensor:
+                found: Tensor = sample if spy.latents is not None else original_scale(self, sample, *args, **named)
+                spy.fresh.append((sample, found))
+                return found
+
+            methods["scale_model_input"] = scale_model_input
+        return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
+
+    def step(self, kind: Any, scheduler: Any, *args: Any, **named: Any) -> Any:
+        """Record a step, and do it, or return coded latents."""
+        bound = inspect.signature(kind.step).bind(scheduler, *args, **named)
+        given, run = bound.arguments, self.run
+        self._find_place(given["sample"])
+        wanted = self.wanted in (None, self.place)
+        sample = given["sample"] if self.latents is not None else self._scaled(given["sample"])
+        key = next((key for key in ("model_output", "noise_pred") if key in given), "")
+        made = given.get(key)
+        if self.predict is not None and isinstance(made, Tensor) and wanted:
+            made = given[key] = self.predict(sample, torch.as_tensor(given.get("timestep"))).to(made)
+        run.steps.append(RecordedStep(self.calls, given.get("timestep"), sample.clone(), made, self.place))
+        if self.place < len(run.finals):
+            run.changed |= not _are_equal(run.finals[self.place], given["sample"])
+        else:
+            run.finals.append(given["sample"])
+        if self.latents is None:
+            result = kind.step(*bound.args, **bound.kwargs)
+            run.finals[self.place] = (result[0] if isinstance(result, tuple) else result.prev_sample).clone()
+            return result
+        following = self.latents(given["sample"]) if wanted else torch.ones_like(given["sample"])
+        run.finals[self.place] = following
+        return type("Output", (), {"prev_sample": following})() if named.get("return_dict", True) else (following,)
+
+    def _find_place(self, sample: Tensor) -> None:
+        """Find which latents a step is of: those of the next place, if no model was called since the last step.
+
+        Others than in the first round there are none; and there a step that goes on from the last one is of the same latents.
+        """
+        if self.pending or not self.run.finals:
+            self.calls, self.scaled, self.place = list(self.pending), self.fresh, 0
+            self.fresh = []
+            self.rounds += 1
+            self.pending.clear()
+            return
+        known = self.place + 1 < len(self.run.finals)
+        if known or (self.rounds == 1 and not _are_equal(self.run.finals[self.place], sample)):
+            self.place += 1
+        else:
+            self.calls = []
+        self.scaled += self.fresh
+        self.fresh = []
+
+    def _scaled(self, sample: Tensor) -> Tensor:
+        """Return a sample as it was scaled for the denoiser."""
+        own = [found for source, found in self.scaled if source is sample or _are_equal(source, sample)]
+        last = [found for _, found in self.scaled] if self.place == 0 else []  # several samples together, for guidance
+        return (own or last or [sample])[-1]
+
+
+def list_vaes(pipe: Any) -> dict[str, nn.Module]:
+    """Return the models of a pipeline that encode and decode, by name."""
+    models = {name: part for name, part in get_components(pipe).items() if isinstance(part, nn.Module)}
+    return {name: part for name, part in models.items() if callable(getattr(part, "decode", None)) and hasattr(part, "encode")}
+
+
+@torch.no_grad()
+def is_vae_of_pictures(vae: nn.Module, dims: int) -> bool:
+    """Return whether a VAE whose latents have so many dimensions takes a picture, or a video of one frame."""
+    empty, kind = torch.zeros(1, 3, *(1,) * (dims - 4), SIDE, SIDE), cast(Any, type(vae))
+    first = next(vae.parameters(), empty)
+    try:
+        kind.encode(vae, empty.to(first.device, first.dtype))
+    except Exception:  # the VAE's, about what is no spectrogram
+        return False
+    return True
 
 
 def _are_equal(one: Tensor, two: Tensor) -> bool:

@@ -15,8 +15,8 @@ from ...core.ir.traced_module import TracedModule
 from ...core.ir.variants import Variants
 from ...core.spec.yaml_source import validate
 from ...pipelines.denoiser_call import SampleCondition
-from ...pipelines.observation import PROMPTS, call_pipeline
-from ...pipelines.recorded_run import get_components
+from ...pipelines.observation import PROMPTS
+from ...pipelines.recorded_run import call_pipeline, get_components
 from ..distributed import find_largest
 from ..encoded_cache import EncodedCache
 from ..image_encoding import check_still_readable, encode_batch, encode_images
@@ -163,6 +163,8 @@ class PipelineDenoise(Task):
                 denoiser.of(size, check=name == self.part)
             if isinstance(one := modules[name], Variants):
                 denoiser.trace_forms(one, sizes, self.batch, self.added)
+        said = dict.fromkeys(denoiser.say_unreached() for denoiser in self.denoisers.values())
+        self.unreached = "; ".join(filter(None, said))
         if self.preserve is None and self.preserve_weight != 1:
             raise SpecError("has no effect without 'preserve'", path=("preserve_weight",))
         if self.preserve is not None:

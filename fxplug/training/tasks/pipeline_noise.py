@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...core.errors import SpecError, get_first_line
-from ...pipelines.observation import Observation, call_pipeline
-from ...pipelines.recorded_run import get_components
+from ...pipelines.observation import Observation
+from ...pipelines.recorded_run import call_pipeline, get_components
 from .noise import PREDICTIONS, Diffusion, Flow, make_noise
 
 FLOWS = ("flow", "flow_prediction")
@@ -144,9 +144,11 @@ def check_scheduler(pipe: Any, observation: Observation, noise: Diffusion | Flow
         return targets[noise.prediction].to(sample.device)
 
     names = frozenset({observation.part, *observation.others})
-    run = call_pipeline(pipe, observation.call, steps=2 * observation.steps, results={}, predict=answer, denoisers=names)
+    run = call_pipeline(pipe, observation.call, steps=2 * observation.steps, results={}, predict=answer, denoisers=names,
+                        place=observation.place)  # fmt: skip
     scheduler = get_components(pipe)["scheduler"]
-    if run.final is None or not seen or run.final.shape != data.shape:
+    final = run.finals[observation.place] if seen else None
+    if final is None or final.shape != data.shape:
         raise refused(scheduler, "its steps do not lead from latents to latents of the same shape")
     first = seen[0][1]
     for time, found in seen:
@@ -157,7 +159,7 @@ def check_scheduler(pipe: Any, observation: Observation, noise: Diffusion | Flow
         if not abs(ratio - 1) <= NEAR[own] + rounding or not 0.7 < start < 1.4:
             off = ratio if 0.7 < start < 1.4 else start
             raise refused(scheduler, f"at its time {time:g} latents have {off:.3g} times the noise that training adds there")
-    end = run.final.double().cpu() - data
+    end = final.double().cpu() - data
     left = float(end.square().mean().sqrt() / first.square().mean().sqrt())
     if not left <= LEFT:
         finding = f"a denoiser that predicts '{noise.prediction}' without an error leaves {left:.2g} of the noise"

@@ -151,6 +151,15 @@ class SizedParts:
         self.made[size] = SizedPart(call, stock.with_text(self.text), stock, noise, steps.cpu())
         return self.made[size]
 
+    def say_unreached(self) -> str:
+        """Say why the loss does not reach layers, where of several latents those of pictures alone are trained."""
+        for seen in (one.call.observation for one in self.made.values()):
+            if seen.beside:
+                how = ", ".join(f"{name}={quote(value)}" for name, value in seen.settings.items())
+                without = f"{', '.join(seen.beside)}{how and f', by {how}'}"
+                return f"{seen.noisy} is trained without {without}, of which pictures have nothing"
+        return ""
+
     def take_text(self, text: TrainedText) -> None:
         """Encode captions by text encoders that train, from here on."""
         self.text = text
