@@ -146,6 +146,16 @@ def wan() -> Model:
     return denoiser("WanTransformer3DModel", call, 14.3, 5.81 + 14.3 * 0.55 / 2)
 
 
+def ltx2() -> Model:
+    """LTX-2, of video and sound, for one frame; beside it Gemma 3 of 12 billion, whose captions are 1024 tokens."""
+    call = {"hidden_states": half(1, 256, 128), "audio_hidden_states": half(1, 1, 128), "timestep": half(1), "sigma": half(1),
+            "encoder_hidden_states": half(1, 1024, 3840), "audio_encoder_hidden_states": half(1, 1024, 3840),
+            "encoder_attention_mask": half(1, 1024), "audio_encoder_attention_mask": half(1, 1024), "num_frames": 1,
+            "height": 16, "width": 16, "audio_num_frames": 1, "video_coords": empty(1, 3, 256, 2),
+            "audio_coords": empty(1, 1, 1, 2), "use_cross_timestep": True, "isolate_modalities": True}  # fmt: skip
+    return denoiser("LTX2VideoTransformer3DModel", call, 18.9, 12.19 + 2.76)
+
+
 def sana() -> Model:
     call = {"hidden_states": half(1, 32, 32, 32), "encoder_hidden_states": half(1, 300, 2304), "timestep": half(1),
             "encoder_attention_mask": half(1, 300)}  # fmt: skip
@@ -184,6 +194,7 @@ MODELS: dict[str, Model] = {
     "controlnet": unet(64, 768, 0.86, 0.21, [320, 640, 1280, 1280], attention_head_dim=8),
     "qwen_image_edit": qwen_edit(), "ideogram4": ideogram4(), "flux3": flux3(),
     "z_image_turbo": z_image(), "wan22": wan(), "sana": sana(), "pixart": pixart(), "krea2": krea2(),
+    "ltx2": ltx2(),
     "vit": backbone("vit_base_patch16_224", 0.0864, num_classes=37),
     "dino": backbone("vit_base_patch14_dinov2", 0.0866, img_size=224, num_classes=37),
     "convnext": backbone("convnext_base", 0.0886, num_classes=37),
@@ -204,6 +215,7 @@ EXPECTED = {
     "wan22": "lora 320: 14288.5 M frozen, 52.43 M train",
     "sana": "lora 120: 1604.5 M frozen, 8.60 M train",
     "pixart": "lora 224: 610.9 M frozen, 8.26 M train",
+    "ltx2": "lora 384: 18876.2 M frozen, 50.33 M train",
     "krea2": "lora 226: 12820.1 M frozen, 93.26 M train",
     "controlnet": "controlnet 14: 859.5 M frozen, 361.28 M train",
     "qwen_image_edit": "lora 240: 20430.4 M frozen, 23.59 M train",

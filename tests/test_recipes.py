@@ -36,6 +36,7 @@ FAMILIES = {
     "sd15": "sd15", "sdxl": "sdxl", "sd35": "sd3", "flux1": "flux", "flux2": "flux2", "qwen_image": "qwen_image",
     "sana": "sana", "z_image": "z_image", "z_image_turbo": "z_image", "krea2": "krea2", "wan22": "wan22", "pixart": "pixart",
     "controlnet": "sd15", "qwen_image_edit": "qwen_image_edit", "ideogram4": "ideogram4", "flux3": "flux3",
+    "ltx2": "ltx2",
 }  # fmt: skip
 # what is another number in a tiny twin, beside sizes
 SMALLER = {
