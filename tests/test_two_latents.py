@@ -85,7 +85,7 @@ def test_layers_of_the_sound_alone_are_said_to_get_no_gradient(tmp_path):
     task = PipelineDenoise(pipe, tiny.CALLS["ltx2"], samples=0)
     trainer_of(rewritten(pipe, tiny.CALLS["ltx2"]), task, out=tmp_path / "a").fit()
     log = (tmp_path / "a" / "log.jsonl").read_text()
-    assert "audio_to_video_attn" in log
+    assert "audio_attn1.to_q" in log
     assert "hidden_states is trained without audio_hidden_states, by isolate_modalities=True" in log
     given = config(tmp_path, "ltx2", passes=[{"lora": {"at": ["audio_attn1.to_q"], "rank": 4}}])
     with pytest.raises(TrainError, match="not depend on any trained parameter: hidden_states is trained without audio_"):

@@ -78,6 +78,7 @@ class DenoiserCall:
         if not self.listed and None in self.dims:
             self._refuse("input", f"{noisy} of {part} has no dimension of samples")
         self.outputs = observation.outputs
+        self.used: set[int] | None = None  # tensors of an output that are in what the scheduler is given
 
     def _refuse(self, what: str, why: str) -> None:
         raise SpecError(f"{what} of {type(self.pipe).__name__}: {why}", path=("model", "pipeline"))
@@ -164,7 +165,7 @@ class DenoiserCall:
         if len(leaves) == self.outputs:
             whole = all(leaf.numel() % count == 0 for leaf in leaves)
             each = [leaf.reshape(count, -1) for leaf in leaves] if whole else []
-            rows = each[0] if len(each) == 1 else torch.cat(each, 1) if each else rows
+            rows = each[0] if len(each) == 1 else torch.cat(self._detach_unused(each), 1) if each else rows
         elif len(leaves) == self.outputs * count:
             rows = torch.stack([leaf.flatten() for leaf in leaves]).reshape(count, -1)
         if rows.dim() != 2 or rows.shape[1] != self.to_output.source.numel():
@@ -172,6 +173,15 @@ class DenoiserCall:
             self._refuse("output", f"{self.observation.part} returns {found}, and was observed to return "
                          f"{self.to_output.source.numel()} elements for one")  # fmt: skip
         return self.to_output(rows)
+
+    def _detach_unused(self, each: list[Tensor]) -> list[Tensor]:
+        """Detach tensors of an output of which the scheduler is given nothing, such as a sound: else layers that only they
+        depend on would get gradients of zeros."""
+        ends = torch.tensor([rows.shape[1] for rows in each]).cumsum(0)
+        index = self.observation.to_output.index
+        used = set(torch.bucketize(index[index >= 0], ends, right=True).tolist()) if self.used is None else self.used
+        self.used = used
+        return [rows if place in used else rows.detach() for place, rows in enumerate(each)]
 
     def latents(self, encoded: Tensor) -> Tensor:
         """Return the scheduler's latents [b, ...] of what the VAE has made of pictures, [b, c, ...]."""
