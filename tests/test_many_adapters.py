@@ -294,7 +294,7 @@ def test_a_base_that_draws_or_couples_samples_is_refused_without_mode_eval():
 
 
 def test_a_layer_without_samples_is_refused():
-    refused("without samples|told apart", module=slotted(at=["placed", "qkv"]), error=(SpecError, TrainError))
+    refused("without samples|distinguished", module=slotted(at=["placed", "qkv"]), error=(SpecError, TrainError))
 
 
 class Sequence(nn.Module):

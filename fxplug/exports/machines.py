@@ -12,6 +12,7 @@ import torch
 
 from ..core.errors import ArtifactError, quote
 from ..core.torch_internals.tensors import is_operator
+from ..lowerings.linear import operators  # noqa: F401  (it defines those of ours)
 
 Json = dict[str, Any]
 # AOTInductor's words for the instructions that its own code asks for, in the words of torch.cpu.get_capabilities
@@ -96,9 +97,6 @@ def pick_device(file: Path, kind: str, device: torch.device | str | None) -> tor
 
 def check_operators(file: Path, names: Iterable[str]) -> None:
     """Raise ArtifactError for an operator that no library has defined here."""
-    names = list(names)
-    if any(name.startswith("fxplug::") for name in names):
-        from ..lowerings.linear import operators  # noqa: F401  (which defines them)
     for name in names:
         if not is_operator(name):
             raise ArtifactError(

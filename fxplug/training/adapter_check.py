@@ -13,7 +13,7 @@ from ..core.capture.isolation import get_random_state, is_same_random_state, set
 from ..core.errors import TrainError
 from ..core.torch_internals.modules import tree_leaves
 from .adapter_modules import Rows
-from .shared_pass import Call, SharedPass, group_calls
+from .shared_pass import SharedCall, SharedPass, group_calls
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -22,7 +22,7 @@ NOISE = 0.1  # the deviation of what is added to blocks for a moment: new ones c
 FAR = {torch.float64: 1e-6, torch.float32: 1e-3}  # of the largest number of a result; in other dtypes 5e-2
 
 
-def check_alike(calls: Sequence[tuple[int, Call]], names: Sequence[str]) -> None:
+def check_alike(calls: Sequence[tuple[int, SharedCall]], names: Sequence[str]) -> None:
     """Raise TrainError, with what differs, for calls of the module that cannot be put into one batch."""
     groups = group_calls(calls)
     if len(groups) == 1:
@@ -44,7 +44,7 @@ def _describe(value: Any) -> str:
 
 
 def check_by_sample(
-    shared: SharedPass, rows: Rows, calls: Sequence[tuple[int, Call, Trainer]], names: Sequence[str]
+    shared: SharedPass, rows: Rows, calls: Sequence[tuple[int, SharedCall, Trainer]], names: Sequence[str]
 ) -> None:
     """Raise TrainError for a base that draws random numbers, or in which samples meet, by trying: two adapters together must be
     each alone. Blocks get some noise meanwhile."""
@@ -76,8 +76,8 @@ def check_by_sample(
         )
 
 
-def _try_pass(shared: SharedPass, rows: Rows, calls: list[tuple[int, Call]]) -> list[Any]:
-    tried = [(index, Call(call.leaves, call.spec, False)) for index, call in calls]
+def _try_pass(shared: SharedPass, rows: Rows, calls: list[tuple[int, SharedCall]]) -> list[Any]:
+    tried = [(index, SharedCall(call.leaves, call.spec, False)) for index, call in calls]
     shared.forward(tried)
     return [call.result for _, call in tried]
 

@@ -208,7 +208,7 @@ class Rows:
         if not size or size % self.total:
             raise TrainError(
                 f"'{what}' is given {list(value.shape)}, whose dimension {dim} is not that of the batch's {self.total} "
-                "samples, so that adapters cannot be told apart there: exclude the layer from the pass"
+                "samples, so that adapters cannot be distinguished there: exclude the layer from the pass"
             )
         parts: Sequence[Tensor] = torch.split(value, [count * (size // self.total) for _, count in self.parts], dim)
         return parts
@@ -309,7 +309,7 @@ def join_adapters(module: TracedModule, adapters: Sequence[TracedModule], rows: 
         A module on the same tensors, whose graph calls every adapter's blocks with that adapter's rows.
 
     Raises:
-        SpecError: A place where adapters cannot be told apart by sample.
+        SpecError: A place where adapters cannot be distinguished by sample.
     """
     first = adapters[0]
     tree, graphs = strip_to_container(first), copy_graphs(first)
@@ -324,7 +324,7 @@ def join_adapters(module: TracedModule, adapters: Sequence[TracedModule], rows: 
                 dim = getattr(module.get_submodule(name), "batch_dim", 0)
                 if dim < 0:
                     raise SpecError(
-                        f"'{name}' is given values without samples, so that adapters cannot be told apart there: exclude "
+                        f"'{name}' is given values without samples, so that adapters cannot be distinguished there: exclude "
                         f"'{site['path']}' from the pass",
                         path=("train", "adapters"),
                     )

@@ -23,7 +23,7 @@ REFUSED: dict[str, str] = {
     "compile": "the batch has other adapters as they end",
     "checkpointing": "the samples of each adapter are computed by its own blocks",
     "blocks_to_swap": "each adapter has a pass of its own through the blocks",
-    "plugins": "a plugin sees one module, and here is one for each adapter",
+    "plugins": "a plugin sees one module, and each adapter has its own",
 }
 
 

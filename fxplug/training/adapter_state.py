@@ -43,7 +43,7 @@ class AdapterStates:
         progress = kept.state["progress"]
         known = progress.get("adapters")
         if not isinstance(known, dict) or known.keys() != {one.name for one in self.runs}:
-            raise TrainError("it is no checkpoint of these adapters")
+            raise TrainError("it is not a checkpoint of these adapters")
         for one in self.runs:
             own: dict[str, Any] = dict(known[one.name])
             one.ended, one.failed = own.pop("ended"), own.pop("failed")

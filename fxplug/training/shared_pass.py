@@ -87,7 +87,7 @@ class PausableThread(RandomState):
 
 
 @dataclass
-class Call:
+class SharedCall:
     """A call of the module by one adapter: its arguments flattened, whether it wants gradients, and what came out."""
 
     leaves: list[Any]
@@ -119,16 +119,16 @@ class SharedModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.thread: PausableThread | None = None
-        self.call: Call | None = None  # which waits for its result
+        self.call: SharedCall | None = None  # which waits for its result
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.thread is not None
         leaves, spec = tree_flatten((args, kwargs))
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise TrainError("the loss wants a gradient to what the module is called with, which is not for many adapters")
-        self.call = made = Call(leaves, spec, torch.is_grad_enabled())
+        self.call = made = SharedCall(leaves, spec, torch.is_grad_enabled())
         if not made.size:
-            raise TrainError("the module is called without a tensor that has samples, and adapters are told apart by these")
+            raise TrainError("the module is called without a tensor that has samples, and adapters are distinguished by these")
         self.thread.pause()
         self.call = None
         return made.result
@@ -144,9 +144,9 @@ class SharedPass:
 
     def __init__(self, module: nn.Module, rows: Rows, autocast: Callable[[], Any]) -> None:
         self.module, self.rows, self.autocast = module, rows, autocast
-        self._done: list[tuple[list[Any], list[tuple[Call, int]]]] = []  # results of passes that wait for gradients
+        self._done: list[tuple[list[Any], list[tuple[SharedCall, int]]]] = []  # results of passes that wait for gradients
 
-    def forward(self, calls: Sequence[tuple[int, Call]]) -> None:
+    def forward(self, calls: Sequence[tuple[int, SharedCall]]) -> None:
         """Give each call its result, of the adapter with this number: one pass for those whose arguments make one batch.
 
         Raises TrainError if the graph does not take the batch.
@@ -154,7 +154,7 @@ class SharedPass:
         for group in group_calls(calls):
             self._pass(group)
 
-    def _pass(self, calls: Sequence[tuple[int, Call]]) -> None:
+    def _pass(self, calls: Sequence[tuple[int, SharedCall]]) -> None:
         first = calls[0][1]
         leaves = [_join([call.leaves[n] for _, call in calls], first) for n in range(len(first.leaves))]
         args, kwargs = tree_unflatten(leaves, first.spec)
@@ -203,7 +203,7 @@ def _rows_of(leaf: Any, start: int, size: int, total: int, with_gradients: bool)
     if not leaf.dim() or len(leaf) != total:
         if leaf.requires_grad:
             raise TrainError(
-                f"the module returns {list(leaf.shape)} for {total} samples, so that adapters cannot be told apart in it"
+                f"the module returns {list(leaf.shape)} for {total} samples, so that adapters cannot be distinguished in it"
             )
         return None, leaf
     own = leaf.detach()[start : start + size]
@@ -213,7 +213,7 @@ def _rows_of(leaf: Any, start: int, size: int, total: int, with_gradients: bool)
     return own, own.clone()  # which the loss may write
 
 
-def _join(values: list[Any], first: Call) -> Any:
+def _join(values: list[Any], first: SharedCall) -> Any:
     """Return the values of one argument as that of the batch of all."""
     value = values[0]
     if len(values) == 1 or not isinstance(value, Tensor) or not value.dim() or len(value) != first.size:
@@ -221,9 +221,9 @@ def _join(values: list[Any], first: Call) -> Any:
     return torch.cat(values)
 
 
-def group_calls(calls: Sequence[tuple[int, Call]]) -> list[list[tuple[int, Call]]]:
+def group_calls(calls: Sequence[tuple[int, SharedCall]]) -> list[list[tuple[int, SharedCall]]]:
     """Group calls whose arguments can be put into one batch, in their order."""
-    groups: list[tuple[list[Any], list[tuple[int, Call]]]] = []
+    groups: list[tuple[list[Any], list[tuple[int, SharedCall]]]] = []
     for one in calls:
         described = one[1].describe()
         home = next((found for known, found in groups if known == described), None)

@@ -290,8 +290,7 @@ def is_calling_cached(frame: FrameType) -> bool:
 @lru_cache(maxsize=64)
 def _calls(file: str) -> dict[tuple[int, int, int | None, int | None], ast.expr]:
     """Return the function of each call in a source file, by the position of the call."""
-    calls = list_nodes(file, ast.Call)
-    return {(n.lineno, n.col_offset, n.end_lineno, n.end_col_offset): n.func for n in calls}
+    return {(n.lineno, n.col_offset, n.end_lineno, n.end_col_offset): n.func for n in list_nodes(file, ast.Call)}
 
 
 def count_unpacked(frame: FrameType) -> int | None:

@@ -48,7 +48,7 @@ from .weights import Offload, list_early, list_layers, list_places
 FORMS = 64  # of calls (shapes, plain values, modes) that are known at once
 IN_TURN = 8  # so many calls in turn with new conditions are said once
 AROUND = (
-    "what lower(hoist=...) gives decides on the host what is computed anew, and a program that is compiled around it cannot: "
+    "what lower(hoist=...) gives decides on the host what is computed again, and a program that is compiled around it cannot: "
     "call its own compile(), which compiles each stage"
 )
 
@@ -227,7 +227,7 @@ class HoistedModule(Stepped):
         bound.apply_defaults()
         call = read_call(dict(bound.arguments), self._by_input)
         if call is None:
-            return "an input is no plain tensor, number or text, so that it cannot be compared with that of other calls"
+            return "an input is not a plain tensor, number or text, so that it cannot be compared with that of other calls"
         with self._guard:
             form = self._find_form(call, args, kwargs)
             if form.refused:
