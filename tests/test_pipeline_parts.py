@@ -114,7 +114,7 @@ def test_a_run_of_both_gives_what_a_run_of_each_gives_and_the_stock_pipeline_loa
     pipe = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "pipe")
     pipe.set_progress_bar_config(disable=True)
     task = both.trainer.task
-    call, seed = task.last_sample()
+    call, seed, _ = task.last_sample()
     own = task.sampler(both.module, call, steps=8, seed=seed)
     base = task.sampler.stock(call, steps=8, seed=seed)
     for part in BOTH:
@@ -303,7 +303,7 @@ def test_the_adapter_has_the_text_encoders_and_the_stock_pipeline_draws_the_same
     assert heads == {done.trainer.task.part, *names}
     assert "adapter/ in the stock pipeline: equal" in (tmp_path / "run" / "log.jsonl").read_text()
     task = done.trainer.task
-    call, seed = task.last_sample()
+    call, seed, _ = task.last_sample()
     own = task.sampler(done.module, call, steps=2, seed=seed)
     off = []
     for left in ("", "text_encoder."):
