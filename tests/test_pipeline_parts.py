@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -119,7 +120,9 @@ def test_a_run_of_both_gives_what_a_run_of_each_gives_and_the_stock_pipeline_loa
     base = task.sampler.stock(call, steps=8, seed=seed)
     for part in BOTH:
         one = given(tmp_path / part, "wan22", part=part) if not (tmp_path / part).mkdir() else None
-        run_of(one, tmp_path / part / "run")
+        lacking = pytest.warns(UserWarning, match="does not read layers of 'transformer_2'")
+        with lacking if part == "transformer_2" else contextlib.nullcontext():
+            run_of(one, tmp_path / part / "run")
         kept = load_file(tmp_path / "both" / "adapter" / part / FILE)
         alone = load_file(tmp_path / part / "run" / "adapter" / FILE)
         assert kept.keys() == alone.keys() and all(torch.equal(kept[key], alone[key]) for key in kept)
