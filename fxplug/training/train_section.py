@@ -449,6 +449,7 @@ TRAIN = ConfigSection(
         Log: "`train.log`",
         GroupRates: "`train.groups`, below a pattern",
         Test: "`train.test`",
+        TrainedAdapter: "`train.adapters`, each of them",
         Parallel: "`train.parallel`",
         Schedule: "`train.scheduler`, below `constant`, `linear` or `cosine`",
         ClassifyOptions: "`train.task`, below `classify`",
