@@ -193,16 +193,7 @@ class FolderText:
                 module = trace(self.model, *self._call(ids, torch.ones_like(ids)))
             except FxplugError as error:
                 raise SpecError(f"the text encoder cannot be traced: {error}") from error
-            for index, p in enumerate(found):
-                with prefix_path(index):
-                    if why := explain_refusal(p):
-                        raise SpecError(f"pass '{p.name}' {why}")
-                    try:
-                        module = apply(module, find(module, p))
-                    except SpecError:
-                        raise
-                    except FxplugError as error:
-                        raise SpecError(f"in the text encoder: {error}") from error
+            module = apply_passes(module, found)
         self.model = self.traced = module.eval().requires_grad_(False)
 
     def rates(self, settings: Train) -> dict[str, float]:
@@ -292,7 +283,22 @@ class FolderText:
         return "clip" in self.model.config.model_type
 
 
-def explain_refusal(p: Pass) -> str:
+def apply_passes(module: TracedModule, passes: Sequence[Pass]) -> TracedModule:
+    """Apply passes to a traced text encoder. Raises SpecError, with the number of the pass, for one that cannot be applied."""
+    for index, p in enumerate(passes):
+        with prefix_path(index):
+            if why := _explain_refusal(p):
+                raise SpecError(f"pass '{p.name}' {why}")
+            try:
+                module = apply(module, find(module, p))
+            except SpecError:
+                raise
+            except FxplugError as error:
+                raise SpecError(f"in the text encoder: {error}") from error
+    return module
+
+
+def _explain_refusal(p: Pass) -> str:
     """Explain why a pass cannot be used in a trainable text encoder; "" if it can."""
     if isinstance(p, ParallelPass):
         return "splits a model over processes, and the text encoder is whole in one process"

@@ -15,8 +15,6 @@ from ...config.run_config import read_passes
 from ...core.capture.tracer import trace
 from ...core.errors import FxplugError, SpecError, did_you_mean, prefix_path
 from ...core.ir.traced_module import TracedModule
-from ...core.rewriter.applying import apply
-from ...core.rewriter.matcher import find
 from ...core.spec.yaml_source import quote_yaml, validate
 from ...core.torch_internals import trees as pytree
 from ...pipelines.denoiser_call import DenoiserCall, SampleCondition
@@ -24,9 +22,9 @@ from ...pipelines.diffusers_types import pipeline_part
 from ...pipelines.example_call import ExampleCall, call_arguments, encode_once
 from ...pipelines.opening import list_loaded_parts
 from ...pipelines.recorded_run import get_components
-from ..random_draws import seed_within
+from ..random_draws import mix, seed_within
 from ..task_section import PipelineTextOptions
-from .conditioning import ENCODER, explain_refusal
+from .conditioning import ENCODER, apply_passes
 from .pipeline_encoders import compute_in_precision, get_dtype
 from .task import TrainedPart
 
@@ -134,7 +132,7 @@ def apply_to_encoders(
         SpecError: A pass cannot be applied, or an encoder cannot be traced.
     """
     made = {}
-    for name, options in text.items():
+    for number, (name, options) in enumerate(text.items()):
         model = get_components(pipe)[name]
         with prefix_path("text", name, "passes"):
             passes = read_passes(options.passes, base)
@@ -145,16 +143,8 @@ def apply_to_encoders(
                 module: TracedModule = pipeline_part(trace(model, args, kwargs), model)
             except FxplugError as error:
                 raise SpecError(f"the text encoder cannot be traced: {error}") from error
-            for index, p in enumerate(passes):
-                with prefix_path("passes", index), seed_within(seed):
-                    if why := explain_refusal(p):
-                        raise SpecError(f"pass '{p.name}' {why}")
-                    try:
-                        module = apply(module, find(module, p))
-                    except SpecError:
-                        raise
-                    except FxplugError as error:
-                        raise SpecError(f"in the text encoder: {error}") from error
+            with prefix_path("passes"), seed_within(mix(seed, number)):
+                module = apply_passes(module, passes)
         trained = {entry["name"] for entry in module.meta.get("passes", []) if entry["train"]}
         for key, parameter in module.named_parameters():
             parameter.requires_grad_(parameter.is_floating_point() and key.partition(".")[0] in trained)
