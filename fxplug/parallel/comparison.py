@@ -34,7 +34,7 @@ from .runtime.collectives import AllReduce, Broadcast, Collective
 from .runtime.mesh import MeshPosition
 from .runtime.pretended import PRETENDED, run_simulated
 from .runtime.shares import Once
-from .stage import hold_mode, make_single_position
+from .stage import make_single_position, use_mode
 
 DRAWING = threading.Lock()
 
@@ -137,7 +137,7 @@ def _results(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -
     try:
         with simulate_rank(make_single_position()):
             one = _result(gm, mode, args, kwargs, keep)
-        with hold_mode(mode, gm):
+        with use_mode(mode, gm):
             return one, run_simulated(get_degrees(gm), lambda rank: _run(gm, mode, args, kwargs, keep))
     except Exception as error:  # what an operation makes of wrong parts may be anything
         where = ", ".join(["", *getattr(error, "__notes__", [])[:1]])
@@ -148,7 +148,7 @@ def _results(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -
 
 def _result(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool = False) -> Outcome:
     """Return the result of a graph in this real or simulated process; the module's state is restored."""
-    with hold_mode(mode, gm):
+    with use_mode(mode, gm):
         return _run(gm, mode, args, kwargs, keep)
 
 

@@ -30,7 +30,7 @@ from .runtime.collectives import Collective, record_traffic
 from .runtime.layouts import count_all
 from .runtime.mesh import SEQUENCE, fill_degrees, find_position, format_degrees
 from .runtime.pretended import make_position
-from .stage import Stage, check_sizes, give_both_modes, hold_mode, place, plan_axis, write_axis
+from .stage import Stage, check_sizes, give_both_modes, place, plan_axis, use_mode, write_axis
 
 PACKED = (
     *(nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
@@ -260,7 +260,7 @@ def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], 
         memory = Memory()  # what operations do is the same in both modes
         for mode in modes:
             try:
-                with hold_mode(mode, plan.written):
+                with use_mode(mode, plan.written):
                     if axis == "tensor":
                         other = next(iter(found.values()), None)
                         opens, found[mode] = features.find(plan.written, mode, call, number, opens, other, memory)
@@ -348,7 +348,7 @@ def list_costs(rows: Sequence[tuple[str, int, int]]) -> list[str]:
 
 def list_node_costs(gm: TracedModule, mode: bool, args: Any, kwargs: Any) -> list[tuple[str, int, int]]:
     """Return node, calls and bytes sent of each collective in a call, in this real or simulated process."""
-    with torch.no_grad(), hold_mode(mode, gm):
+    with torch.no_grad(), use_mode(mode, gm):
         rows = list_senders(gm, gm.graphs[mode], copy_inputs(bind(gm, args, kwargs)))
     return [(node.name, len(numbers), sum(numbers)) for node, numbers in rows]
 

@@ -86,7 +86,7 @@ def _plan_graph(
 
 
 @contextlib.contextmanager
-def hold_mode(mode: bool, gm: TracedModule) -> Iterator[None]:
+def use_mode(mode: bool, gm: TracedModule) -> Iterator[None]:
     """Switch to one mode inside the context, for a model with a graph for each, and restore its state after it."""
     with restore_state(gm), switch_mode(mode, gm) if len(gm.graphs) == 2 else contextlib.nullcontext():
         yield
