@@ -20,6 +20,7 @@ from ..core.errors import ArtifactError, TraceError, did_you_mean
 from ..core.ir.containers import map_leaves
 from ..core.ir.traced_module import TracedModule
 from ..core.ir.variants import LIMIT
+from ..core.torch_internals.modules import replace_forward
 from .control import META, SettingsProxy, controlnet_of, join, make_stub, read_settings
 from .diffusers_types import PipelinePart, pipeline_part
 from .recorded_run import EndOfRecording
@@ -204,10 +205,9 @@ def record_first_calls(
 
         return noted
 
-    own = {name: vars(model).get("forward") for name, model in models.items()}
-    try:
+    with contextlib.ExitStack() as stack:
         for name, model in models.items():
-            vars(model)["forward"] = noting(name, model.forward)
+            stack.enter_context(replace_forward(model, noting(name, model.forward)))
         watched = contextlib.nullcontext() if inputs is None else inputs.watch(pipe)
         with torch.no_grad(), contextlib.suppress(EndOfRecording), watched:
             try:
@@ -215,9 +215,4 @@ def record_first_calls(
             except Exception:  # the pipeline's, which may mind results that are not a model's
                 if inputs is None or not enough or len(calls) < len(models):
                     raise
-    finally:
-        for name, model in models.items():
-            vars(model).pop("forward", None)
-            if own[name] is not None:
-                vars(model)["forward"] = own[name]
     return calls

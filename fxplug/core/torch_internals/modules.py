@@ -6,6 +6,7 @@ and every file may read them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -36,12 +37,12 @@ from .tensors import DisableTorchDispatch, DisableTorchFunction
 
 __all__ = [
     "BatchNorm", "COMPILED", "CONTEXT_VARIABLES", "ConvNd", "DecoratorContextManager", "DropoutNd", "GLOBAL_HOOKS",
-    "InstanceNorm", "NormBase", "TABLES", "WEIGHT_LISTS", "admit_hooks", "as_listened", "autocast_settings", "backward_hooks",
-    "break_graph", "call_uncompiled", "call_with_hooks", "conv_forward", "enter_autocast", "exit_autocast", "forward_hooks",
-    "is_compiling", "is_erased", "is_hooked", "is_listening", "is_refusing_hooks", "keep_floats_constant", "leave_frame",
-    "leave_module", "list_weights", "qualified_name", "refuse_hooks", "set_grad_enabled", "tree_flatten", "tree_leaves",
-    "tree_map", "tree_map_only", "tree_structure", "tree_unflatten", "treespec_dumps", "treespec_loads", "without_compiler",
-    "without_watchers",
+    "InstanceNorm", "NormBase", "TABLES", "WEIGHT_LISTS", "admit_hooks", "as_listened", "autocast_settings",
+    "backward_hooks", "break_graph", "call_uncompiled", "call_with_hooks", "conv_forward", "enter_autocast",
+    "exit_autocast", "forward_hooks", "is_compiling", "is_erased", "is_hooked", "is_listening", "is_refusing_hooks",
+    "keep_floats_constant", "leave_frame", "leave_module", "list_weights", "qualified_name", "refuse_hooks",
+    "replace_forward", "set_grad_enabled", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_structure",
+    "tree_unflatten", "treespec_dumps", "treespec_loads", "without_compiler", "without_watchers",
 ]
 
 # where a module keeps its state; what else `nn.Module()` has are hooks and `training`
@@ -255,3 +256,16 @@ def as_listened(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
 
 for _function in (call_uncompiled, as_listened, is_compiling):
     leave_frame(_function.__code__)
+
+
+@contextlib.contextmanager
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module compute by another function inside the context, wherever it is called."""
+    own = vars(module).get("forward")
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        vars(module).pop("forward", None)
+        if own is not None:
+            vars(module)["forward"] = own

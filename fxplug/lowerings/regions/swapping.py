@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from ...core.errors import FxplugError, SpecError
 from ...core.ir.containers import find_module, list_leaves, map_leaves
 from ...core.ir.traced_module import TracedModule
 from ...core.quantised import get_plain_tensors, is_own_layer
+from ...core.torch_internals.modules import replace_forward
 from ...core.torch_internals.tensors import memory_id, version
 from .submodules import check_outlined, list_blocks, outline
 
@@ -83,7 +84,8 @@ class BlockSwap:
     `blocks` are the weights by the names of regions, in the order they run. What computes a block calls `enter` before: it
     fetches the weights, and those of the next block beside the computation, and gives the memory of the block back that is
     wanted last: forward, then backward, then forward again. The parameters stay the same objects with the same values,
-    wherever they are. With a device that is the host itself all is done as elsewhere, and saves nothing.
+    wherever they are. With a device that is the host itself all is done as elsewhere, and saves nothing. One call runs at a
+    time: another thread would compute in memory that was given back.
     """
 
     blocks: dict[str, list[SwappedWeight]]
@@ -251,17 +253,11 @@ class BlockSwap:
         """
         paths = [re.sub(r"@\d+", "", name) for name in self.names]
         found = [part for model in models for path in paths if (part := find_module(model, path)) is not None]
-        before = {part: vars(part).get("forward") for part in found}
-        for part, own in before.items():
-            if needed := self._list_blocks(part):
-                vars(part)["forward"] = partial(self._call, needed, own or part.forward)
-        try:
+        with ExitStack() as stack:
+            for part in dict.fromkeys(found):
+                if needed := self._list_blocks(part):
+                    stack.enter_context(replace_forward(part, partial(self._call, needed, part.forward)))
             yield
-        finally:
-            for part, own in before.items():
-                vars(part).pop("forward", None)
-                if own is not None:
-                    vars(part)["forward"] = own
 
     def _call(self, needed: Sequence[int], forward: Any, *args: Any, **kwargs: Any) -> Any:
         self.enter(needed)

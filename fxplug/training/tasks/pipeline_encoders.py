@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...core.errors import SpecError, get_first_line
 from ...core.torch_internals import trees as pytree
+from ...core.torch_internals.modules import replace_forward
 from ...lowerings.regions.swapping import BlockSwap
 from ...pipelines.observation import Observation
 from ...pipelines.recorded_run import get_components
@@ -109,7 +110,7 @@ def compute_in_precision(part: nn.Module, device: str, dtype: torch.dtype, resul
     Yields:
         Nothing.
     """
-    own, forward = vars(part).get("forward"), part.forward
+    forward = part.forward
 
     @functools.wraps(forward)
     def in_precision(*args: Any, **named: Any) -> Any:
@@ -119,13 +120,8 @@ def compute_in_precision(part: nn.Module, device: str, dtype: torch.dtype, resul
             return found
         return pytree.tree_map_only(Tensor, lambda t: t.to(result) if t.is_floating_point() else t, found)
 
-    vars(part)["forward"] = in_precision
-    try:
+    with replace_forward(part, in_precision):
         yield
-    finally:
-        vars(part).pop("forward", None)
-        if own is not None:
-            vars(part)["forward"] = own
 
 
 def get_dtype(model: nn.Module) -> torch.dtype:

@@ -16,6 +16,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...core.errors import FxplugError, SpecError, get_first_line
 from ...core.ir.traced_module import TracedModule
+from ...core.torch_internals.modules import replace_forward
 from ...pipelines.diffusers_types import pipeline_part
 from ...pipelines.example_call import RESULTS
 from ...pipelines.opening import call_parameters
@@ -119,7 +120,7 @@ class PipelineSamples:
 @contextlib.contextmanager
 def _give_inputs(part: nn.Module, kind: Any, noisy: str, added: Mapping[str, Tensor]) -> Iterator[None]:
     """Let a denoiser, in a context, be called with further inputs, [1, ...], wherever its pipeline calls it."""
-    own, forward, signature = vars(part).get("forward"), part.forward, inspect.signature(kind.forward)
+    forward, signature = part.forward, inspect.signature(kind.forward)
 
     @functools.wraps(forward)
     def with_inputs(*args: Any, **named: Any) -> Any:
@@ -127,13 +128,8 @@ def _give_inputs(part: nn.Module, kind: Any, noisy: str, added: Mapping[str, Ten
         count = len(signature.bind_partial(part, *args, **named).arguments[noisy])
         return forward(*args, **named, **{name: value.expand(count, *value.shape[1:]) for name, value in added.items()})
 
-    vars(part)["forward"] = with_inputs
-    try:
+    with replace_forward(part, with_inputs):
         yield
-    finally:
-        vars(part).pop("forward", None)
-        if own is not None:
-            vars(part)["forward"] = own
 
 
 def _stand_in(module: nn.Module, own: nn.Module) -> nn.Module:
