@@ -290,6 +290,7 @@ class AdapterRuns:
         """Note how an adapter ended. Raises its error, unless it is one of a run, which ends that adapter alone."""
         trainer = one.trainer
         if error is not None and not isinstance(error, FxplugError):
+            error.add_note(f"in the run of the adapter '{one.name}', after its step {trainer.progress.step}")
             raise error
         if error is not None:
             trainer.state.roll_back()
