@@ -22,7 +22,7 @@ from fxplug.pipelines.observation import observe
 from fxplug.training.adapter_output import prove_adapter
 from fxplug.training.random_draws import Draws, RunDraws
 from fxplug.training.tasks.pipeline_conditions import MemoryStore, as_pictures
-from fxplug.training.tasks.pipeline_denoise import PipelineDenoise
+from fxplug.training.tasks.pipeline_denoise import NoisyBatch, PipelineDenoise
 from fxplug.training.tasks.pipeline_options import check_options
 from fxplug.training.tasks.task import TaskInfo
 from fxplug.training.train_section import Use
@@ -182,9 +182,9 @@ def test_samples_in_a_batch_have_the_losses_that_they_have_alone(name):
     model = getattr(pipe, task.part)
     with torch.no_grad():
         conditions = [one.conditions.one(caption, {}) for caption in captions]
-        own = [slice(n, n + 1) for n in (0, 1)]
-        alone = [task._of_group(model, one, [conditions[n]], x[own[n]], index[own[n]], target[own[n]], {}) for n in (0, 1)]
-        joint = [task._of_group(model, one, [conditions[n]] * 2, x, index, target, {}) for n in (0, 1)]
+        both = [NoisyBatch([condition] * 2, x, index, target, {}, {}) for condition in conditions]
+        alone = [task._compute_group(model, one, both[n].take([n])) for n in (0, 1)]
+        joint = [task._compute_group(model, one, given) for given in both]
     for n in (0, 1):
         assert float(joint[n][n]) == pytest.approx(float(alone[n][0]), rel=2e-5)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import SpecError, prefix_path, quote
+from ...core.errors import SpecError, format_fields, prefix_path, quote
 from ...core.ir.traced_module import TracedModule
 from ...core.ir.variants import Variants
 from ...core.spec.yaml_source import validate
@@ -37,6 +38,27 @@ from .pipeline_text import TrainedText, apply_to_encoders, read_text
 from .preservation import without_training
 from .sized_parts import SizedPart, SizedParts
 from .task import Batch, Task, TaskInfo, Totals, TrainedPart
+
+
+@dataclass(frozen=True)
+class NoisyBatch:
+    """Samples of a batch: their conditions, noisy latents, the steps of the noise, what is to be predicted, masks of the loss,
+    and what passes take beside."""
+
+    conditions: list[SampleCondition]
+    noisy: Tensor
+    index: Tensor
+    target: Tensor
+    mask: Batch
+    added: dict[str, Tensor]
+
+    __repr__ = format_fields
+
+    def take(self, rows: list[int]) -> NoisyBatch:
+        """Return some of the samples, in order."""
+        mask = {name: value[rows] for name, value in self.mask.items()}
+        own = [self.conditions[n] for n in rows]
+        return NoisyBatch(own, self.noisy[rows], self.index[rows], self.target[rows], mask, take_samples(self.added, rows))
 
 
 class PipelineDenoise(Task):
@@ -277,35 +299,23 @@ class PipelineDenoise(Task):
                 batch["timesteps"] = one.noise.time(index)
             noisy, target = one.noise.noisy(x, noise, index), one.noise.target(x, noise, index)
             conditions = one.conditions.of(batch, self._captions(batch, dropped))
-            found = self._of_groups(modules[name], one, conditions, noisy, index, target, mask, added, alike)
+            given = NoisyBatch(conditions, noisy, index, target, mask, added)
+            found = self._compute_losses(modules[name], one, given, alike)
             kept = self.preserve_weight * self._preserved(modules[name], name, batch, noisy, index) if preserve else 0.0
             losses[name] = found * one.noise.weight(index) + kept
         return losses
 
-    def _of_groups(
-        self,
-        module: nn.Module,
-        one: SizedPart,
-        conditions: list[SampleCondition],
-        noisy: Tensor,
-        index: Tensor,
-        target: Tensor,
-        mask: Batch,
-        added: dict[str, Tensor],
-        alike: bool,
-    ) -> Tensor:
+    def _compute_losses(self, module: nn.Module, one: SizedPart, given: NoisyBatch, alike: bool) -> Tensor:
         """Return the loss of each sample, float32 [b]: those whose conditions have one form are in one call."""
-        groups = group(conditions, alone=bool(one.call.batching.lists))
+        groups = group(given.conditions, alone=bool(one.call.batching.lists))
         if len(groups) == 1 and not alike:
-            return self._of_group(module, one, conditions, noisy, index, target, mask, added)
-        losses = torch.zeros(len(noisy), device=noisy.device)
+            return self._compute_group(module, one, given)
+        losses = torch.zeros(len(given.noisy), device=given.noisy.device)
         for number in range(find_largest(len(groups)) if alike else len(groups)):
             rows = groups[min(number, len(groups) - 1)]
-            part = {name: value[rows] for name, value in mask.items()}
-            own, pictures = [conditions[n] for n in rows], take_samples(added, rows)
-            found = self._of_group(module, one, own, noisy[rows], index[rows], target[rows], part, pictures)
+            found = self._compute_group(module, one, given.take(rows))
             # a process with fewer groups than others calls the module as often
-            losses = losses.index_add(0, torch.tensor(rows, device=noisy.device), found * float(number < len(groups)))
+            losses = losses.index_add(0, torch.tensor(rows, device=losses.device), found * float(number < len(groups)))
         return losses
 
     def _preserved(self, module: nn.Module, name: str, batch: Batch, noisy: Tensor, index: Tensor) -> Tensor:
@@ -324,26 +334,16 @@ class PipelineDenoise(Task):
             kept = kept.index_add(0, torch.tensor(rows, device=kept.device), compute_losses(new, old, {}, MSE))
         return kept
 
-    def _of_group(
-        self,
-        module: nn.Module,
-        one: SizedPart,
-        conditions: list[SampleCondition],
-        noisy: Tensor,
-        index: Tensor,
-        target: Tensor,
-        batch: Batch,
-        added: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
-        """Return the loss of samples whose conditions have one form, float32 [n]; `added` has what passes take beside."""
-        call = {**one.call(conditions, noisy, one.noise.time(index)), **(added or {})}
-        found = one.call.predictions(module(**call), len(noisy))
-        delta = None
+    def _compute_group(self, module: nn.Module, one: SizedPart, given: NoisyBatch) -> Tensor:
+        """Return the loss of samples whose conditions have one form, float32 [n]."""
+        call = {**one.call(given.conditions, given.noisy, one.noise.time(given.index)), **given.added}
+        found = one.call.predictions(module(**call), len(given.noisy))
+        delta, index, target = None, given.index, given.target
         if self.loss_kind.name != "mse":
             delta = compute_huber_delta(self.loss_kind, one.noise.share(index), one.noise.ratio(index))
-        if "loss_mask" in batch:
-            return compute_losses(one.call.as_decoded(found), one.call.as_decoded(target), batch, self.loss_kind, delta)
-        return compute_losses(found, target.flatten(1), batch, self.loss_kind, delta)
+        if "loss_mask" in given.mask:
+            return compute_losses(one.call.as_decoded(found), one.call.as_decoded(target), given.mask, self.loss_kind, delta)
+        return compute_losses(found, target.flatten(1), given.mask, self.loss_kind, delta)
 
     def _captions(self, batch: Batch, dropped: Tensor) -> list[str]:
         """Return the captions of a batch, empty where they are dropped; all are without captions in the data."""
