@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import diffusers
@@ -212,21 +213,31 @@ def check(pipe: Pipeline) -> str | None:
     wanted["output"] = (seen.to_output(output).flatten(), output[pipe.out_order] * pipe.out_factor)
     times = torch.tensor([1.0, 337.25, 999.0], dtype=torch.float64)
     wanted["time"] = (seen.model_time(times), times * pipe.slope + pipe.offset)
+    return describe_difference(wanted)
+
+
+def describe_difference(wanted: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> str | None:
+    """What of these pairs of what is found and what is right differs; None where all agree."""
     for what, (found, right) in wanted.items():
         if not torch.allclose(found.double(), right.double(), rtol=3e-6, atol=3e-6):
             return f"{what} is {float((found - right).abs().max()):.1e} off"
     return None
 
 
-def fuzz_observation(cases: int, seed: int) -> list[str]:
-    """Observe and confirm random pipelines, half of them with a trait that is to be refused."""
+def observe_at_random(cases: int, seed: int, traits: Sequence[str], make: Any, check: Any) -> list[str]:
+    """What is wrong about random pipelines that `make` makes, half of them with a trait that is to be refused."""
     found = []
     for n in range(seed, seed + cases):
         rng = random.Random(n)
-        trait = rng.choice(TRAITS) if rng.random() < 0.5 else None
-        pipe = Pipeline(rng, trait)
+        trait = rng.choice(traits) if rng.random() < 0.5 else None
+        pipe = make(rng, trait)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if (wrong := check(pipe)) is not None:
                 found.append(f"case {n} ({trait}, {pipe.family}): {wrong}")
     return found
+
+
+def fuzz_observation(cases: int, seed: int) -> list[str]:
+    """Observe and confirm random pipelines, half of them with a trait that is to be refused."""
+    return observe_at_random(cases, seed, TRAITS, Pipeline, check)

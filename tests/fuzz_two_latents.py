@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 import random
-import warnings
 from typing import Any
 
 import diffusers
 import torch
+from fuzz_observation import describe_difference, observe_at_random
 from torch import nn
 
 from fxplug.core.errors import SpecError
@@ -204,9 +204,8 @@ def check(pipe: Pipeline) -> str | None:
         "output": (seen.to_output(output).flatten(), output[:size][pipe.out_order]),
         "time": (seen.model_time(times), times * pipe.slope + pipe.offset),
     }
-    for what, (found, right) in wanted.items():
-        if not torch.allclose(found.double(), right.double(), rtol=3e-6, atol=3e-6):
-            return f"{what} is {float((found - right).abs().max()):.1e} off"
+    if (wrong := describe_difference(wanted)) is not None:
+        return wrong
     apart = {"sound", *(["sound_time"] if pipe.own_times else [])}
     settings = {} if pipe.denoiser.independent else {"apart": True}
     names = (seen.noisy, seen.vae, {seen.time, *seen.also}, set(seen.beside), seen.settings)
@@ -216,13 +215,4 @@ def check(pipe: Pipeline) -> str | None:
 
 def fuzz_two_latents(cases: int, seed: int) -> list[str]:
     """Observe and confirm random pipelines of two latents, half of them with a trait that is to be refused."""
-    found = []
-    for n in range(seed, seed + cases):
-        rng = random.Random(n)
-        trait = rng.choice(TRAITS) if rng.random() < 0.5 else None
-        pipe = Pipeline(rng, trait)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if (wrong := check(pipe)) is not None:
-                found.append(f"case {n} ({trait}, {pipe.family}): {wrong}")
-    return found
+    return observe_at_random(cases, seed, TRAITS, Pipeline, check)
