@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import many_adapters as many
@@ -379,3 +380,37 @@ def test_mistakes_in_a_configuration_are_named(change, match, tmp_path):
 @pytest.mark.parametrize("seed", range(3))
 def test_random_lists_of_adapters_learn_what_runs_alone_do(seed):
     assert fuzz_many(1, seed) == []
+
+
+class Uneven(fxplug.Task):
+    """Calls the module twice with gradients and once without for a batch of two; `fails` at the second step of such."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.calls = fails, 0
+
+    def loss(self, module, batch, draw):
+        x = batch["image"].double()
+        out = module(x)
+        if len(x) == 2:
+            self.calls += 1
+            if self.fails and self.calls == 2:
+                raise ValueError("a mistake of one's own")
+            out = out + 0.5 * module(x * 0.5)
+            with torch.no_grad():
+                module(x)
+        return nn.functional.cross_entropy(out, batch["label"])
+
+
+def test_a_loss_may_call_the_module_as_often_as_it_wants():
+    rows = [settings(number) for number in range(3)]
+    run = train(slotted(), rows, task=Uneven())
+    for row in rows:
+        assert distance(trained(run, row["name"]), train_alone(row, task=Uneven()).trained) < 1e-9
+
+
+def test_a_mistake_in_a_task_is_raised_with_the_adapter_and_no_thread_is_left():
+    before = set(threading.enumerate())
+    with pytest.raises(ValueError, match="a mistake of one's own") as error:
+        train(slotted(), [settings(number) for number in range(3)], task=Uneven(fails=True))
+    assert any("in the run of the adapter 'a1'" in note for note in error.value.__notes__)
+    assert set(threading.enumerate()) == before
