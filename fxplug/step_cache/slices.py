@@ -109,7 +109,8 @@ class DataFlow:
 
     def checks(self, node: fx.Node) -> bool:
         """Return whether a node only checks values."""
-        return bool(node.meta.get("effect")) and not node.users and not find_written(node, self.root)
+        silent = not node.users and node.target not in SWITCHES and not find_written(node, self.root)
+        return silent and bool(node.meta.get("effect"))
 
     def changed(self, node: fx.Node) -> bool:
         """Return whether the value of a node is later written in place."""

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from ...blocks.base import Table
 from ...core.errors import GuardError, SpecError
 from ...core.extensions import DistributedPart
+from ...core.ir import ops
 from ...core.ir.calls import check_samples, has_hooks
 from ...core.ir.containers import list_leaves, map_leaves
 from ...core.ir.entry_checks import find_refusal, get_signature, is_repeatable
@@ -259,7 +260,7 @@ class HoistedModule(Stepped):
         given = [call.values[name] for name in self._names.values()]
         graph = self._cut.write_numbers()
         runner = fx.Interpreter(fx.GraphModule(self.module, graph))
-        cached = torch.is_autocast_cache_enabled()
+        before = ops.modes()
         torch.set_autocast_cache_enabled(False)  # it would keep weights without values for the calls after this
         try:
             if self._cut.are_numbers_pure():
@@ -271,7 +272,7 @@ class HoistedModule(Stepped):
             form.refused = f"sizes in it cannot be found before it: {type(error).__name__}: {error}"
             return
         finally:
-            torch.set_autocast_cache_enabled(cached)
+            ops.set_modes(before)  # which an error inside of a scope leaves switched
         form.sizes = dict(zip([node.name for node in self._cut.late], found, strict=True))
 
     def _place(self, call: Call, form: CallForm, like: CallPlan | None = None) -> CallPlan:
