@@ -80,6 +80,21 @@ def seed():
 
 
 @pytest.fixture(autouse=True)
+def modes():
+    """No test leaves torch in another mode: an autocast that does not end keeps old casts of weights for every later test."""
+    from fxplug.core.ir.ops import modes as read_modes
+    from fxplug.core.ir.ops import set_modes
+
+    before = read_modes()
+    yield
+    after = read_modes()
+    if after != before:
+        set_modes(before)
+        changed = {name: (before[name], value) for name, value in after.items() if value != before[name]}
+        pytest.fail(f"modes of torch before and after: {changed}")
+
+
+@pytest.fixture(autouse=True)
 def compilers():
     """PEFT's BOFT sets these to gcc for a kernel, and where that cannot be built they stay so: C++ is then linked without its
     library, by every process that a later test starts."""

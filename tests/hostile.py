@@ -23,7 +23,7 @@ from torch import nn
 
 import fxplug
 from fxplug.core.artifacts.modules import block_classes, torch_classes
-from fxplug.core.ir import functions
+from fxplug.core.ir import functions, ops
 from fxplug.core.ir.containers import Container
 from fxplug.core.ir.traced_module import TracedModule
 
@@ -455,10 +455,9 @@ class Watch:
 
 def state() -> tuple[Any, ...]:
     """What of the process a call might leave changed."""
-    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     return (
-        torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads(), torch.is_inference_mode_enabled(), *casts,
-        torch.are_deterministic_algorithms_enabled(), torch.is_autocast_cache_enabled(), os.getcwd(), sys.getrecursionlimit(),
+        *ops.modes().items(), torch.get_num_threads(), torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(), os.getcwd(), sys.getrecursionlimit(),
     )  # fmt: skip
 
 
