@@ -58,9 +58,8 @@ def exported(name, to, folder):
 
 @pytest.mark.parametrize(
     ("to", "name"),
-    [*(("onnx", name) for name in OPERATIONS), ("aoti", "maximum pool"),
-     *(pytest.param("aoti", name, marks=pytest.mark.slow) for name in OPERATIONS if name != "maximum pool")],
-)  # fmt: skip
+    [*(("onnx", name) for name in OPERATIONS), *(pytest.param("aoti", name, marks=pytest.mark.slow) for name in OPERATIONS)],
+)
 def test_other_sizes_are_right_or_refused_by_name(name, to, tmp_path):
     made, model = exported(name, to, tmp_path)
     taken = 0

@@ -100,6 +100,8 @@ CASES = {
     "maxvit": (timm_model("maxvit_rmlp_pico_rw_256", drop_path_rate=0.3, img_size=64), True, frozen_norms),
 }
 
+LARGE = ("maxvit", "mobilevit")
+
 
 def same(model, gm, x, put=lambda model: None, mode=None):
     """Both called in these modes, with what they leave in their buffers."""
@@ -120,7 +122,7 @@ def same(model, gm, x, put=lambda model: None, mode=None):
     return len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in CASES])
 def test_each_part_follows_its_own_mode(name):
     make, mode, put = CASES[name]
     torch.manual_seed(0)
