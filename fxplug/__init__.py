@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .core import extensions
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from .adapters.extraction import extract
