@@ -1,6 +1,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# `make demo` installs what it needs alone, unless what the tests need is installed, which has that
+DEMO := $(if $(wildcard $(STAMP)),$(STAMP),$(patsubst %,%.demo,$(dir $(STAMP))))
+EXTRA = $(if $(filter %.demo,$@),demo,test)
 DOCS := .venv/.docs
 CASES := 10000
 SEED := 0
@@ -17,11 +20,11 @@ help:  ## print this list
 
 install: $(STAMP)  ## make .venv and install fxplug with all that its tests need
 
-$(STAMP): setup.cfg pyproject.toml constraints.txt
+$(sort $(STAMP) $(DEMO)): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -e '.[test]' -c constraints.txt || { \
+	$(BIN)/python -m pip install -e '.[$(EXTRA)]' -c constraints.txt || { \
 		echo "the versions in constraints.txt cannot be had here: installing the newest that can"; \
-		$(BIN)/python -m pip install -e '.[test]'; }
+		$(BIN)/python -m pip install -e '.[$(EXTRA)]'; }
 	touch $@
 
 constraints:  ## write constraints.txt anew, with the newest release of everything that is not torch's
@@ -29,7 +32,7 @@ constraints:  ## write constraints.txt anew, with the newest release of everythi
 	.ci/constraints .ci/oldest.txt oldest
 
 demo: export HF_HUB_OFFLINE = 1
-demo: install  ## rewrite the quickstart model, then run examples/quickstart.py
+demo: $(DEMO)  ## rewrite the quickstart model, then run examples/quickstart.py
 	$(BIN)/fxplug rewrite configs/quickstart.yaml --out out/quickstart
 	$(BIN)/python examples/quickstart.py
 
