@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import fxplug
+from fxplug.core.spec.pass_file import list_recipes
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -95,7 +98,10 @@ def wheel(tmp_path_factory):
     source.mkdir()
     for name in ("setup.cfg", "pyproject.toml", "README.md", "fxplug", "passes", "configs"):
         run("cp", "-r", ROOT / name, source)
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source)
+    # as `python -m build --no-isolation`: a wheel out of a source archive, which has to have all that goes into it
+    run(sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})", cwd=source)
+    (archive,) = folder.glob("fxplug-*.tar.gz")
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, archive)
     (made,) = folder.glob("fxplug-*.whl")
     return made
 
@@ -118,6 +124,10 @@ def test_a_wheel_runs_without_what_tests_need(tmp_path, wheel, extra):
     (elsewhere / "config.yaml").write_text("model: test_vit\npasses:\n  - lora: {at: blocks.*.attn.qkv, rank: 2}\n")
     (elsewhere / "own.py").write_text(MODULE)
     printed = run(python, "-W", "ignore", "-c", PROGRAMS[extra], cwd=elsewhere).split()
+    command = tmp_path / "empty/bin/fxplug"
     if not extra:
-        assert int(printed[0]) > 0 and printed[1] == importlib.metadata.version("fxplug")
-    assert "lora" in run(tmp_path / "empty/bin/fxplug", "passes", cwd=elsewhere)
+        assert int(printed[0]) > 0 and printed[1] == fxplug.__version__ == wheel.name.split("-")[1]
+        assert "saved in rewritten" in run(command, "rewrite", "config.yaml", "--out", "rewritten", cwd=elsewhere)
+        assert set(list_recipes()) == {line.split()[0] for line in run(command, "recipes", cwd=elsewhere).splitlines()}
+        assert run(command, "recipes", "sd15", cwd=elsewhere) == (ROOT / "configs/train/sd15.yaml").read_text()
+    assert "lora" in run(command, "passes", cwd=elsewhere)
