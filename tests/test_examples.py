@@ -225,7 +225,7 @@ def test_zhijian_trainer(capsys, monkeypatch):
     text = capsys.readouterr().err
     for counts in ("0.01M / 38.61M (0.02858%)", "0.16M / 22.21M (0.70625%)"):
         assert f"Trainable/total parameters of the model: {counts}" in text
-    assert text.count("Acc@1      Acc@5") == 2 and text.count("***   Best results: [Acc@1: ") == 4
+    assert text.count("Acc@1 %    Acc@5 %") == 2 and text.count("Best so far: Acc@1 % ") == 4
 
 
 @pytest.mark.slow

@@ -30,7 +30,6 @@ LIBRARIES = {
     "matplotlib": Library("curves of a training run, and of predicted costs, as a picture", "matplotlib", extra="train"),
     "fast-sugiyama": Library("pictures of graphs in reports", "fast_sugiyama", extra="report"),
     "jinja2": Library("pages of reports", "jinja2", extra="report"),
-    "psutil": Library("memory of training runs", "psutil", extra="train"),
     "triton": Library("torch.compile on a GPU", "triton"),
     "transformers": Library("text encoders of pipelines", "transformers", "5.17", "5.23", "train"),
     "peft": Library("diffusers' own loading of adapters, comparison", "peft", "0.21", "0.21", "test"),

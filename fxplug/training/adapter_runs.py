@@ -251,6 +251,7 @@ class AdapterRuns:
                     if self._asked:
                         waiting = []
                     self._take_round()
+                    self.watch.remind(self._describe_steps)
             if self._asked:
                 self._keep()
                 end = KeyboardInterrupt(f"stopped after step {self.states.rounds}")
@@ -309,6 +310,12 @@ class AdapterRuns:
             calling = [one for one in self._active if one in calling and one.shared.call is not None]
         self.shared.backward()
         self.states.rounds += 1
+
+    def _describe_steps(self) -> str:
+        """Return how far the adapters are that train now, the first few by name."""
+        rows = [f"{one.name} step {one.trainer.progress.step}/{one.trainer.steps}, loss {_last_loss(one.trainer)}"
+                for one in self._active]  # fmt: skip
+        return "; ".join([*rows[:3], *([f"and {len(rows) - 3} more"] if rows[3:] else [])])
 
     def _check_first(self) -> None:
         """Raise TrainError where the first samples of the adapters do not make one batch, or the base does not take them one by

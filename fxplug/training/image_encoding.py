@@ -21,6 +21,7 @@ from .data.loader import Loader
 from .encoded_cache import EncodedCache
 from .tasks.task import Batch
 
+MINUTE = 60.0  # seconds from one line of a log file to the next
 Encode = Callable[[Tensor], Any]
 
 
@@ -81,7 +82,7 @@ def encode_images(
         disable=quiet or not console.is_terminal,
     )
     with progress:
-        shown, task = 0.0, progress.add_task("encoding", total=walk.steps)
+        shown, said, task = 0.0, time.monotonic(), progress.add_task("encoding", total=walk.steps)
         for batch in walk.epoch(0):
             for image in _images(batch):
                 for view in (image, image.mirrored()) if "flipped" in batch else (image,):
@@ -95,6 +96,9 @@ def encode_images(
             if time.monotonic() - shown > 0.2:
                 shown = time.monotonic()
                 progress.refresh()
+            if progress.disable and not quiet and time.monotonic() - said > MINUTE:
+                said = time.monotonic()
+                console.print(f"encoding {progress.tasks[task].completed:g}/{walk.steps}", highlight=False, soft_wrap=True)
     walk.close()
     return True
 

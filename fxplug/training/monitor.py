@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,15 +16,15 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 from .epoch_table import (
-    TRAINING,
-    UNITS,
     choose_columns,
     format_best,
     format_header,
     format_parameters,
-    format_testing_row,
-    format_training_row,
-    make_titles,
+    format_progress,
+    format_row,
+    make_testing_row,
+    make_training_row,
+    split_row,
 )
 from .log_files import Lines, convert_plain
 from .pictures import make_grid, save_animation, save_curves, save_picture
@@ -33,6 +32,7 @@ from .train_section import Train
 
 FLUSHED = 10  # seconds after which TensorBoard has what was written
 ROWS = 50  # of a run that is given in steps: with small data it has very many epochs
+MINUTE = 60.0  # seconds after which a log file gets a line again
 
 
 class RunMonitor:
@@ -40,8 +40,8 @@ class RunMonitor:
 
     `out` is the folder for `log.jsonl`, `tensorboard/`, `samples/` and `loss.png`; None writes nothing.
     `console` is where to show it, by default stderr: a terminal gets a progress bar below the table, anything else the rows of
-    the table only. `quiet` shows nothing but notes. Steps are optimizer steps and count from 1. A file that cannot be written
-    (a full disk) is said once and ends nothing.
+    the table, and between them a line each minute. `quiet` shows nothing but notes. Steps are optimizer steps and count from 1.
+    A file that cannot be written (a full disk) is said once and ends nothing.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class RunMonitor:
         self._columns: tuple[str, ...] = ()
         self._since: list[tuple[float, float]] = []  # loss and seconds of the steps since the last row
         self._shown = 0.0
+        self._printed = time.monotonic()
 
     @property
     def log_length(self) -> int:
@@ -91,10 +92,9 @@ class RunMonitor:
                 self._events = self._try("tensorboard", SummaryWriter, str(self.out / "tensorboard"), "", purged, 10, FLUSHED)
             self._print(f"Log files are recorded in: {self.out}")
         self._print(format_parameters(*counts))
-        self._print(UNITS)
         if self.console.is_terminal and not self.quiet:
             self._progress = Progress(
-                *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")),
+                *(BarColumn(bar_width=12), MofNCompleteColumn(), TextColumn("{task.fields[state]}")),
                 *(TimeRemainingColumn(compact=True), TextColumn("left")),
                 console=self.console,
                 transient=True,
@@ -120,17 +120,28 @@ class RunMonitor:
             self._progress.update(task.id, state=self._state(task.speed or 0.0), refresh=True)
         if last or step == self.steps:
             self._end_epoch(int(record["epoch"]), float(record["lr"]))
+        if self._since:
+            self.remind(lambda: format_progress(step, self.steps, int(record["epoch"]), self.epochs, *self._means()))
+
+    def remind(self, text: Callable[[], str]) -> None:
+        """Print a line where there is no progress bar, and nothing was printed for a minute."""
+        if self._progress is None and time.monotonic() - self._printed > MINUTE:
+            self._print(text())
+
+    def _means(self) -> tuple[float, float]:
+        """Return the mean loss and the mean seconds of the steps since the last row."""
+        return fmean(loss for loss, _ in self._since), fmean(seconds for _, seconds in self._since)
 
     def _state(self, speed: float) -> str:
         batch = self.settings.batch * self.settings.accumulate
-        loss = fmean(loss for loss, _ in self._since)
-        return f"loss {loss:.4g}  {speed:.3g} steps/s  {speed * batch:.3g} samples/s  {self.memory() / 1e9:.3g}G "
+        memory = "" if (reserved := self._gpu_memory()) is None else f"  {reserved / 1e9:.3g} GB"
+        return f"loss {self._means()[0]:.4g}  {speed * batch:.3g} samples/s{memory}"
 
     def _end_epoch(self, epoch: int, lr: float) -> None:
         every = 1 if self.settings.epochs else -(-self.epochs // ROWS)
         if (epoch + 1) % every == 0 or self._step == self.steps:
-            loss, seconds = map(fmean, zip(*self._since, strict=True))
-            self._row(TRAINING, format_training_row(epoch, self.epochs, self.memory(), seconds, loss, lr))
+            loss, seconds = self._means()
+            self._row(make_training_row(epoch, self.epochs, seconds, loss, lr, self._gpu_memory()))
             self._since = []
 
     def test(self, epoch: int, metrics: Mapping[str, float], seconds: float, best: Mapping[str, float] | None = None) -> None:
@@ -139,7 +150,7 @@ class RunMonitor:
         self._log({"step": self._step, "epoch": epoch, "test": numbers, "seconds": seconds})
         self._try("tensorboard", self._scalars, "test", numbers)
         shown = choose_columns(numbers)
-        self._row(make_titles(shown), format_testing_row(epoch - 1, self.epochs, self.memory(), seconds, shown))
+        self._row(make_testing_row(epoch - 1, self.epochs, seconds, shown, self._gpu_memory()))
         if best:
             self._print(format_best(choose_columns(best)))
 
@@ -188,18 +199,22 @@ class RunMonitor:
             tests = [r for r in logged if "test" in r]
             self._try("loss.png", save_curves, [steps[step] for step in sorted(steps)], tests, self.out / "loss.png")
 
-    def memory(self) -> int:
-        """Return the bytes that torch reserves on the GPU, or else the resident memory of the process."""
-        return torch.cuda.memory_reserved() if self._on_gpu else int(psutil.Process().memory_info().rss)
+    def _gpu_memory(self) -> int | None:
+        """Return the bytes that torch reserves on the GPU; None where the module is not on one."""
+        return torch.cuda.memory_reserved() if self._on_gpu else None
 
-    def _row(self, names: tuple[str, ...], row: str) -> None:
-        if names != self._columns:
-            self._print("\n" + format_header(names))
-            self._columns = names
-        self._print(row)
+    def _row(self, cells: Mapping[str, str]) -> None:
+        fitting, rest = split_row(cells)
+        if tuple(fitting) != self._columns:
+            self._columns = tuple(fitting)
+            self._print("\n" + format_header(self._columns))
+        self._print(format_row(fitting))
+        if rest:
+            self._print(rest)
 
     def _print(self, text: str, always: bool = False) -> None:
         if always or not self.quiet:
+            self._printed = time.monotonic()
             self.console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
 
     def _scalars(self, prefix: str, values: Mapping[str, Any]) -> None:
