@@ -92,6 +92,35 @@ class Inspection:
         """Models whose own layers have such names, if they can be identified; else ""."""
         return guess_family(entry.path for entry in self.file.entries)
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether any of it fits the model."""
+        return self.plan is not None and any(found.placed for found in self.plan.fits)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the report as plain values; `model` is None without one."""
+        parts = Counter(entry.part for entry in self.file.entries)
+        made = {
+            "file": str(self.file.source), "kinds": self.kinds, "bytes": self.size, "dtypes": self.dtypes, "tool": self.tool,
+            "ranks": self.ranks, "alphas": {f"{a:g}": n for a, n in self.alphas.items()}, "family": self.family, "parts": parts,
+            "layers": [entry.name for entry in self.file.entries], "beside": list(self.file.rest),
+            "metadata": {key: value for key, value in self.file.about.items() if isinstance(value, str)},
+        }  # fmt: skip
+        return {**made, "model": self._describe_fit() if self.plan is not None or self.why else None}
+
+    def _describe_fit(self) -> dict[str, Any]:
+        fits = self.plan.fits if self.plan is not None else ()
+        forms = self.plan.forms if self.plan is not None else {}
+        return {
+            "fits": sorted(path for found in fits for path in found.placed), "layers": self.layers,
+            "missing": [entry.name for found in fits for entry in found.missing],
+            "mismatched": {path: why for found in fits for path, why in found.mismatched.items()},
+            "other_parts": {part: len(entries) for found in fits for part, entries in found.others.items()},
+            "no_slot": dict(self.plan.unheld) if self.plan is not None else {},
+            "passes": [{"name": form.name, "rank": form.rank or None, "at": list(paths)} for form, paths in forms.items()],
+            "why": self.why or "; ".join(text for found in fits for text in found.findings()),
+        }  # fmt: skip
+
     def __str__(self) -> str:
         lines = [f"{self.file.source}", *(f"  {key:<11} {text}" for key, text in self._rows())]
         return "\n".join(lines)

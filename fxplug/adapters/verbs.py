@@ -13,10 +13,11 @@ import typer
 
 import fxplug
 
+from ..config.cli.json_output import Json, print_json
 from ..config.cli.verbs import HELP, Allow, Debug, Set, Verbs, load_saved, read_config, show_progress
 from ..config.run_config import load_config
 from ..config.saved_config import read_saved_config
-from ..core.errors import SpecError
+from ..core.errors import ArtifactError, SpecError
 from ..core.writing import lock_current_folder
 
 if TYPE_CHECKING:
@@ -44,11 +45,15 @@ Family = Annotated[str | None, typer.Option("--family", help="The model by its f
 
 
 @adapters.command("list")
-def list_adapters(folder: Saved, allow: Allow = None, debug: Debug = False) -> None:
+def list_adapters(folder: Saved, allow: Allow = None, as_json: Json = False, debug: Debug = False) -> None:
     """List the adapters that are loaded, and how much of each is used."""
     with _changed(folder, allow, save=False) as module:
         held = module.adapters
         rows = held.active if isinstance(held.active, list) else [held.active]
+        if as_json:
+            made = [{"name": name, "weights": [row.get(name, 0.0) for row in rows]} for name in held.names]
+            print_json({"slots": held.slots, "by_sample": len(rows) > 1, "adapters": made})
+            return
         for name in held.names:
             weights = dict.fromkeys(f"{row.get(name, 0.0):g}" for row in rows)
             print(f"{name}  {', '.join(weights)}{' by sample' if len(rows) > 1 else ''}")
@@ -113,12 +118,23 @@ def inspect(
     guess: Annotated[bool, typer.Option("--guess", help="Take layers by shape and order, where these are numbered.")] = False,
     set: Set = None,
     allow: Allow = None,
+    as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say what an adapter file is, what of it fits a model, and which pass would hold it; its weights are not read."""
+    """Say what an adapter file is, what of it fits a model, and which pass would hold it; its weights are not read.
+
+    The exit code is 1 where nothing of it fits the model.
+    """
     with _quiet_imports():
         found = fxplug.inspect_adapter(file, _model(model, set, allow), adapter=adapter, part=part, guess=guess)
-    print(found)
+    if as_json:
+        print_json(found.describe())
+    else:
+        print(found)
+    if model is not None and not found.is_placed:
+        if as_json:
+            raise ArtifactError(f"nothing of {file} fits {model}: {found.describe()['model']['why']}")
+        raise typer.Exit(1)
 
 
 def _model(subject: str | None, set_: list[str] | None, allow: list[str] | None) -> object:

@@ -75,6 +75,16 @@ class Result:
         """Listing with similar sites in one line: `blocks.{0:12}.attn.qkv Linear [...] -> [...] x12`."""
         return self._listed(_folded_rows)
 
+    def describe(self) -> dict[str, Any]:
+        """Return as plain values where each pass acts and the parameters that it adds: what `listing` says as text."""
+        return {
+            "part": self.part,
+            "model": self.base.classes[0],
+            "parameters": sum(p.numel() for p in self.module.parameters()),
+            "base_parameters": sum(p.numel() for p in self.base.parameters()),
+            "passes": [_describe_sites(self, name, sites) for name, sites in self.sites.items()],
+        }
+
     def _listed(self, rows: Callable[[Iterable[tuple[Site, str]]], Iterator[str]]) -> str:
         plan = [self.plan.listing] if self.plan is not None else []
         plan += [self.stepped.extra_repr()] if self.stepped is not None else []
@@ -290,6 +300,25 @@ def _site_lines(result: Result, rows: Callable[[Iterable[tuple[Site, str]]], Ite
         yield from rows((site, _added(result, block)) for site, block in zip(sites, blocks, strict=True))
         if left:
             yield f"{name}: {left}"
+
+
+def _describe_sites(result: Result, name: str, sites: Sites) -> dict[str, Any]:
+    entry = _entry(result.module, name)
+
+    def count(path: str) -> int:
+        return sum(p.numel() for p in result.module.get_submodule(path).parameters()) if path else 0
+
+    rows = [
+        {
+            "where": site.where, "path": site.path, "class": site.classes[0], "caught": dict(site.caught),
+            "input": list(site.x.shape) if site.x else None, "output": list(site.y.shape) if site.y else None,
+            "block": made["block"] or None, "parameters": count(made["block"]),
+        }
+        for site, made in zip(sites, entry["sites"], strict=True)
+    ]  # fmt: skip
+    networks = [{"name": network, "parameters": count(f"{name}.{network}")} for network in entry["networks"]]
+    added = sum(p.numel() for path, p in result.module.named_parameters() if path.startswith(f"{name}."))
+    return {"name": name, "parameters": added, "left_out": sites.left, "networks": networks, "sites": rows}
 
 
 def _added(result: Result, block: str) -> str:

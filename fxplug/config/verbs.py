@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ from ..core.extensions import need_hook
 from ..core.spec.pass_file import REQUIRED, list_shipped, open_pass
 from ..core.spec.rules import NUMERICS
 from . import schema as json_schema
+from .cli.json_output import Json, print_json
 from .cli.terminal import format_modules, make_diff, print_diff, print_rows
 from .cli.verbs import (
     Allow,
@@ -76,10 +77,15 @@ def sites(
     config: ConfigArg,
     all_: Annotated[bool, typer.Option("--all", help="A line for every site, also for those that are alike.")] = False,
     set: Set = None,
+    as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """List where the passes of a configuration act, with shapes and the parameters they add."""
-    _print_sites(run_rewrite(read_config(config, set), dry_run=True, verify=False), all_)
+    result = run_rewrite(read_config(config, set), dry_run=True, verify=False)
+    if as_json:
+        print_json({"models": [one.describe() for one in result.by_part.values()]})
+    else:
+        _print_sites(result, all_)
 
 
 def _print_sites(result: Result, all_: bool) -> None:
@@ -157,9 +163,12 @@ def passes(
     ] = None,
     page: Annotated[bool, typer.Option("--page", help="All about one pass, as Markdown: also what it changes.")] = False,
     pages: Annotated[Path | None, typer.Option("--pages", metavar="DIR", help="Write the pages of all passes.")] = None,
+    as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """List the passes that come with fxplug, or the parameters of one."""
+    if as_json and (page or pages is not None):
+        raise typer.BadParameter("--json is not for --page and --pages, which write Markdown")
     if pages is not None:
         from .cli.pages import write
 
@@ -173,6 +182,12 @@ def passes(
         print(text(name), end="")
         return
 
+    if as_json:
+        if name is None:
+            print_json({"passes": [_describe_pass(each, path) for each, path in list_shipped("passes").items()]})
+        else:
+            print_json({**_describe_pass(name, name), "parameters": _describe_parameters(name)})
+        return
     if name is None:
         for each, path in list_shipped("passes").items():
             data = open_pass(path).source.data
@@ -189,6 +204,19 @@ def passes(
     keys, defaults = (max(len(row[column]) for row in rows) for column in (0, 1))
     for key, default, said in rows:
         print(f"  {key:{keys}}  {default:{min(defaults, 40)}}  {said}".rstrip())
+
+
+def _describe_pass(name: str, source: str | Path) -> dict[str, Any]:
+    data = open_pass(source).source.data
+    return {"name": name, "numerics": data.get("numerics"), "about": data.get("about")}
+
+
+def _describe_parameters(name: str) -> list[dict[str, Any]]:
+    rows = json_schema.list_parameters(open_pass(name))
+    return [
+        {"name": key, "required": default == REQUIRED, "default": None if default == REQUIRED else default, "about": text}
+        for key, default, text, _ in rows
+    ]
 
 
 def schema(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,7 +44,8 @@ class SpecError(FxplugError):
         self.finding = finding
         self.path = tuple(path)
         self.key = key
-        self.located = bool(str(where))
+        self.where = str(where)
+        self.located = bool(self.where)
 
 
 @contextmanager
@@ -180,6 +182,12 @@ def did_you_mean(word: object, known: Iterable[object]) -> str:
     """Return ` (did you mean 'x'?)` for the name in `known` nearest to `word`, or ""."""
     near = find_nearest(quote(word, 200) if isinstance(word, int) else str(word), known)
     return f" (did you mean '{near}'?)" if near else ""
+
+
+def find_suggestion(text: str) -> str:
+    """Return the name that `did_you_mean`, or the command line's parser, put into a message, or ""."""
+    found = re.search(r"[Dd]id you mean '(.*?)'\?", text)
+    return found[1] if found else ""
 
 
 def find_nearest(word: str, known: Iterable[object]) -> str:

@@ -80,23 +80,27 @@ class Observation:
             return time / round(divisor) + self.offset
         return time * self.slope + self.offset
 
-    def describe(self) -> str:
-        """Describe the observation in lines of words."""
+    def list_facts(self) -> dict[str, str]:
+        """Return what was observed, in words by what it is about."""
         line = "the scheduler's" if (self.slope, self.offset) == (1, 0) else f"{self.slope:g} x the scheduler's"
         line += f" + {self.offset:g}" if self.offset else ""
         own = sorted(set(self.condition) - {self.noisy, self.time, *self.also, *self.beside})
-        rows = [
-            f"denoiser    {self.part}" + (f", and at other times {', '.join(self.others)}" if self.others else ""),
-            f"input       {self.noisy} = latents {self.to_input.describe()}",
-            f"output      the scheduler's prediction = {self.part}'s output {self.to_output.describe()}",
-            f"decoder     {self.vae} decodes latents {self.to_decoder.describe()}",
-            f"time        {' = '.join((self.time, *self.also))} = {line}",
-            f"condition   {', '.join(name for name in own if has_values(self.condition[name])) or 'nothing'}",
-        ]
+        facts = {
+            "denoiser": self.part + (f", and at other times {', '.join(self.others)}" if self.others else ""),
+            "input": f"{self.noisy} = latents {self.to_input.describe()}",
+            "output": f"the scheduler's prediction = {self.part}'s output {self.to_output.describe()}",
+            "decoder": f"{self.vae} decodes latents {self.to_decoder.describe()}",
+            "time": f"{' = '.join((self.time, *self.also))} = {line}",
+            "condition": ", ".join(name for name in own if has_values(self.condition[name])) or "nothing",
+        }
         if self.beside:
             how = ", ".join(f"{name}={quote(value)}" for name, value in self.settings.items())
-            rows.append(f"apart       without {', '.join(self.beside)}, of other latents" + (f", by {how}" if how else ""))
-        return "\n".join(rows)
+            facts["apart"] = f"without {', '.join(self.beside)}, of other latents" + (f", by {how}" if how else "")
+        return facts
+
+    def describe(self) -> str:
+        """Describe the observation in lines of words."""
+        return "\n".join(f"{name:11} {text}" for name, text in self.list_facts().items())
 
 
 def has_values(value: Any) -> bool:

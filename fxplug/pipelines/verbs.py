@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..config.cli.json_output import Json, print_json
 from ..config.cli.verbs import Debug, show_progress
 from ..core.errors import SpecError, did_you_mean
 from ..core.spec.pass_file import list_recipes
-from ..core.spec.yaml_source import parse_yaml
+from ..core.spec.yaml_source import parse_yaml, read_yaml
+
+if TYPE_CHECKING:
+    from .observation import Observation
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -34,6 +38,7 @@ def show_recipes(
         typer.Option("--call", metavar="NAME=VALUE", help="What a pipeline is called with: num_frames=1. Repeatable."),
     ] = None,
     size: Annotated[str | None, typer.Option("--size", help="The size of pictures: 512, or 768x512, height first.")] = None,
+    as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """List the configurations of trainings that ship, or print one: `fxplug recipes sd15 > mine.yaml`.
@@ -45,18 +50,34 @@ def show_recipes(
     found = None if name is None or given and Path(name).exists() else known.get(name.removeprefix("train/"))
     if given and (name is None or found):
         raise typer.BadParameter("--part, --call and --size are for a pipeline, of which NAME is the folder")
-    if name is None:
+    if name is None and as_json:
+        print_json({"recipes": [{"name": each, "about": _about(path), "file": path} for each, path in known.items()]})
+    elif name is None:
         width = max(map(len, known), default=0)
         for each, path in known.items():
-            print(f"{each:{width}}  {path.read_text('utf-8').partition(chr(10))[0].lstrip('# ')}")
+            print(f"{each:{width}}  {_about(path)}")
+    elif found and as_json:
+        config = read_yaml(found).data
+        print_json({"name": name.removeprefix("train/"), "about": _about(found), "file": found, "config": config})
     elif found:
         sys.stdout.write(found.read_text("utf-8"))
     elif "/" in name or Path(name).exists():
         arguments = dict(_argument(text) for text in call or [])
-        for text in _looked_at(name, part, arguments, _size(size)):
-            print(text)
+        rows = _observe_denoisers(name, part, arguments, _size(size))
+        if as_json:
+            made = [{"part": seen.part, "shape": seen.shape, "error": error, **seen.list_facts()} for seen, error in rows]
+            print_json({"pipeline": name, "denoisers": made})
+            return
+        for seen, error in rows:
+            worst = f"{error:.0e}".replace("e-0", "e-").replace("0e+00", "0")
+            print(f"{seen.describe()}\nconfirmed on real steps ({worst})")
     else:
         raise SpecError(f"no recipe or folder named '{name}'{did_you_mean(name, known)}; there are {', '.join(known)}")
+
+
+def _about(path: Path) -> str:
+    """Return what the first line of a recipe says of it."""
+    return path.read_text("utf-8").partition("\n")[0].lstrip("# ")
 
 
 def _argument(text: str) -> tuple[str, Any]:
@@ -77,8 +98,11 @@ def _size(text: str | None) -> tuple[int, int] | None:
     return int(sides[0]), int(sides[-1])
 
 
-def _looked_at(source: str, part: str | None, call: dict[str, Any], size: tuple[int, int] | None) -> list[str]:
-    """Return what is observed of each denoiser of a pipeline, confirmed. Raises SpecError, the reason of a refusal."""
+def _observe_denoisers(
+    source: str, part: str | None, call: dict[str, Any], size: tuple[int, int] | None
+) -> list[tuple[Observation, float]]:
+    """Return what is observed of each denoiser of a pipeline, and its largest error on real steps. Raises SpecError, the reason
+    of a refusal."""
     from .example_call import call_arguments
     from .observation import confirm, find_denoisers, observe
     from .opening import open_pipeline
@@ -89,10 +113,9 @@ def _looked_at(source: str, part: str | None, call: dict[str, Any], size: tuple[
     parts: list[str | None] = [part]
     if part is None:
         parts = [*find_denoisers(pipe, arguments)] or parts
-    texts = []
+    made = []
     for each in parts:
         with show_progress(f"observing {each or 'the pipeline'}"):
             found = observe(pipe, arguments, each)
-            worst = f"{confirm(pipe, found):.0e}".replace("e-0", "e-").replace("0e+00", "0")
-        texts.append(f"{found.describe()}\nconfirmed on real steps ({worst})")
-    return texts
+            made.append((found, confirm(pipe, found)))
+    return made

@@ -10,31 +10,39 @@ import platform
 import shutil
 import sys
 import warnings
-
-import typer
+from collections.abc import Sequence
 
 from ... import __version__
 from ...core import LIBRARIES, find_version, is_tested
+from ...core.errors import FxplugError
+from .json_output import Json, print_json
 from .verbs import Debug
 
 COMPILERS = {"c++": "torch.compile on a CPU, packages compiled ahead", "nvcc": "packages for CUDA"}
 
 
-def doctor(debug: Debug = False) -> None:
+def doctor(as_json: Json = False, debug: Debug = False) -> None:
     """List the versions found beside the versions tested, the devices, the compilers, and what each library is for."""
-    print(f"fxplug {__version__}, Python {platform.python_version()}, {platform.platform()}\n")
     rows = [_library_row(name) for name in LIBRARIES]
-    _print_table([("library", "found", "tested", "used for"), *rows])
-    print()
-    _print_table([("device", "found"), *_devices()])
-    print()
     names = {"c++": os.environ.get("CXX") or "g++", "nvcc": "nvcc"}
     found = [(name, shutil.which(names[name]) or "missing", used_for) for name, used_for in COMPILERS.items()]
-    _print_table([("compiler", "found", "used for"), *found])
+    tables: dict[str, list[tuple[str, ...]]] = {
+        "libraries": [("library", "found", "tested", "used for"), *rows],
+        "devices": [("device", "found"), *_devices()],
+        "compilers": [("compiler", "found", "used for"), *found],
+    }
+    if as_json:
+        made = {name: [dict(zip(table[0], row, strict=True)) for row in table[1:]] for name, table in tables.items()}
+        print_json({"fxplug": __version__, "python": platform.python_version(), "platform": platform.platform(), **made})
+    else:
+        print(f"fxplug {__version__}, Python {platform.python_version()}, {platform.platform()}")
+        for table in tables.values():
+            print()
+            _print_table(table)
     required = [row[0] for row in rows if LIBRARIES[row[0]].extra is None and row[1] == "missing" and row[0] != "triton"]
     if required:
-        print(f"\n{', '.join(required)} missing, which fxplug requires: pip install fxplug", file=sys.stderr)
-        raise typer.Exit(1)
+        sys.stdout.flush()
+        raise FxplugError(f"{', '.join(required)} missing, which fxplug requires: pip install fxplug")
 
 
 def _library_row(name: str) -> tuple[str, str, str, str]:
@@ -75,7 +83,7 @@ def _devices() -> list[tuple[str, str]]:
     return rows
 
 
-def _print_table(rows: list[tuple[str, ...]]) -> None:
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print("  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import glob
+import io
 import logging
 import signal
 import sys
@@ -29,6 +30,7 @@ from ...core.errors import FxplugError, SpecError, make_printable
 from ...core.spec.pass_file import list_recipes, list_shipped
 from ...core.torch_internals import FAKE_TENSOR_LOG
 from ..run_config import Config, load_config
+from .json_output import OPTION, capture_output, print_error
 
 if TYPE_CHECKING:
     from ...core.ir.traced_module import TracedModule
@@ -42,17 +44,25 @@ HELP = {"help_option_names": ["-h", "--help"]}
 class Verbs(TyperGroup):
     """Turns errors into one message and exit code 1; an interrupt into one sentence and the code that shells give it."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Parse what stands before a verb; note whether it is called for a program, which a wrong call is told as JSON, too."""
+        ctx.meta[OPTION] = ctx.meta.get(OPTION) or OPTION in args
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
+        """Run the verb. Raises typer.Exit with the code of a failure."""
+        if ctx.parent is not None:
+            return super().invoke(ctx)  # of verbs below a verb: this is around both
         noise = logging.getLogger(FAKE_TENSOR_LOG)  # prints a traceback of what is raised anyway
         noise.disabled = True
         try:
-            return super().invoke(ctx)
+            return self._invoke_for_program(ctx) if ctx.meta[OPTION] else super().invoke(ctx)
         except Exception as error:  # of all there is: this is the end of a command
-            if isinstance(error, BrokenPipeError) or type(error).__module__.startswith(("typer", "click")):
+            if _is_typers(error):
                 if str(getattr(error, "message", "")).startswith("Got unexpected extra argument") and "--set" in sys.argv:
                     advice = ". A shell expands braces and splits at spaces: quote the value of --set with single quotes"
                     error.message += advice  # type: ignore[attr-defined]
-                raise  # typer's own: the reader went away, the call is wrong, or --help is done
+                raise  # the reader went away, the call is wrong, or --help is done
             print(traceback.format_exc() if ctx.meta.get(DEBUG) else message(error), end="", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt as end:  # what a run that is stopped leaves is in its note
@@ -60,6 +70,26 @@ class Verbs(TyperGroup):
             raise typer.Exit(128 + getattr(end, "signal", signal.SIGINT)) from None
         finally:
             noise.disabled = False
+
+    def _invoke_for_program(self, ctx: Any) -> Any:
+        """Run a verb with `--json`: nothing but JSON is on stdout, and on stderr where it fails."""
+        kept, failed, trace = io.StringIO(), None, ""
+        try:
+            with capture_output(kept):
+                return super().invoke(ctx)
+        except Exception as error:
+            if _is_typers(error) and not hasattr(error, "format_message"):
+                raise  # the reader went away, or it is done
+            failed, trace = error, traceback.format_exc() if ctx.meta.get(DEBUG) else ""
+        finally:
+            if failed is None:
+                print(kept.getvalue(), end="", file=sys.stderr)
+        print_error(failed, kept.getvalue(), trace)
+        raise typer.Exit(getattr(failed, "exit_code", 1) if _is_typers(failed) else 1)
+
+
+def _is_typers(error: BaseException) -> bool:
+    return isinstance(error, BrokenPipeError) or type(error).__module__.startswith(("typer", "click"))
 
 
 class RootVerbs(Verbs):
