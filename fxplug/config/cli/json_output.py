@@ -22,7 +22,7 @@ Json = Annotated[bool, typer.Option(OPTION, help="Print one JSON value, and an e
 
 
 @contextmanager
-def capture_output(kept: IO[str]) -> Iterator[None]:
+def hide_output(kept: IO[str]) -> Iterator[None]:
     """Keep off stdout and stderr what is printed, for `print_json` alone to write to the first."""
     token = _stdout.set(sys.stdout)
     try:

@@ -30,7 +30,7 @@ from ...core.errors import FxplugError, SpecError, make_printable
 from ...core.spec.pass_file import list_recipes, list_shipped
 from ...core.torch_internals import FAKE_TENSOR_LOG
 from ..run_config import Config, load_config
-from .json_output import OPTION, capture_output, print_error
+from .json_output import OPTION, hide_output, print_error
 
 if TYPE_CHECKING:
     from ...core.ir.traced_module import TracedModule
@@ -75,9 +75,9 @@ class Verbs(TyperGroup):
         """Run a verb with `--json`: nothing but JSON is on stdout, and on stderr where it fails."""
         kept, failed, trace = io.StringIO(), None, ""
         try:
-            with capture_output(kept):
+            with hide_output(kept):
                 return super().invoke(ctx)
-        except Exception as error:
+        except Exception as error:  # of all there is, as above
             if _is_typers(error) and not hasattr(error, "format_message"):
                 raise  # the reader went away, or it is done
             failed, trace = error, traceback.format_exc() if ctx.meta.get(DEBUG) else ""
