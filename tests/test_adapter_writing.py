@@ -603,7 +603,7 @@ def test_places_that_are_taken_or_cannot_be_written(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine").write_text("mine")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ArtifactError, match="full exists and is not empty: give a new folder"):
+    with pytest.raises(ArtifactError, match="full has files and no adapter .*save to another folder"):
         fxplug.save_adapter(new, tmp_path / "full")
     with pytest.raises(ArtifactError, match="file exists and is not a folder"):
         fxplug.save_adapter(new, tmp_path / "file")
@@ -621,6 +621,38 @@ def test_places_that_are_taken_or_cannot_be_written(tmp_path):
     fxplug.save_adapter(tuned("lora", at="point"), tmp_path / "link.safetensors", as_="kohya")
     assert load_keys(tmp_path / "full/full.safetensors") == {"lora_unet_point"} and (tmp_path / "link.safetensors").is_symlink()
     assert sorted(os.listdir(tmp_path)) == ["file", "folder.safetensors", "full", "link.safetensors"]
+
+
+@pytest.mark.parametrize("as_", ["peft", "diffusers", "kohya"])
+def test_an_adapter_that_is_there_is_replaced_as_save_does(tmp_path, as_):
+    def layers(path):
+        (file,) = path.glob("*.safetensors") if path.is_dir() else [path]
+        return set(load_file(file))
+
+    old, new = tuned("lora", at="conv"), tuned("lora", at="point")
+    target = tmp_path / "ink"
+    if as_ != "kohya":  # a folder, in which others keep more
+        target.mkdir()
+        (target / "adapter_model.bin").write_bytes(b"an earlier version's, which some readers take first")
+    first = fxplug.save_adapter(old, target, as_=as_)
+    before = layers(first.path)
+    if as_ != "kohya":
+        (target / "README.md").write_text("mine")
+        (target / "more").mkdir()
+        (target / "more/kept").write_text("mine")
+    with pytest.raises(ArtifactError, match="ink(.safetensors)? exists: overwrite=True replaces"):
+        fxplug.save_adapter(new, target, as_=as_, overwrite=False)
+    assert layers(first.path) == before
+    fxplug.save_adapter(new, target, as_=as_)
+    assert layers(first.path) != before
+    if as_ != "kohya":
+        peft = ["adapter_config.json", "adapter_model.safetensors"]
+        names = peft if as_ == "peft" else ["pytorch_lora_weights.safetensors"]
+        assert sorted(os.listdir(target)) == sorted(["README.md", "more", *names])
+        assert (target / "more/kept").read_text() == "mine"
+        fxplug.save_adapter(new, target, as_="diffusers" if as_ == "peft" else "peft")  # another tool's takes its place
+        assert not {*names} & {*os.listdir(target)} and (target / "README.md").exists()
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_dtype_that_has_no_room_says_so(tmp_path):

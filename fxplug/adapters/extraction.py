@@ -49,11 +49,12 @@ class Extracted:
         partial: bool = False,
         name: str = "",
         dtype: torch.dtype | None = None,
+        overwrite: bool = True,
     ) -> Saved:
         """Write it in a tool's format, see `writing.save_adapter`."""
         contents = AdapterContents(self.file.entries)
         made = make_content(contents, as_, self.model, name=name, part=part, partial=partial, dtype=dtype)
-        return write(made, path, as_)
+        return write(made, path, as_, overwrite)
 
     def __repr__(self) -> str:
         worst = max(self.errors, key=lambda path: self.errors[path])

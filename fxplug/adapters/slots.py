@@ -377,6 +377,7 @@ class Adapters:
         partial: bool = False,
         dtype: torch.dtype | None = None,
         about: Mapping[str, str] | None = None,
+        overwrite: bool = True,
     ) -> Saved:
         """Write an adapter as a file of a tool, see `writing.save_adapter`, with the numbers that its slots hold.
 
@@ -391,6 +392,7 @@ class Adapters:
             partial: Leave out what the format cannot represent.
             dtype: Of the tensors in the file; None for that of the slots.
             about: Metadata, written into the file.
+            overwrite: Whether an adapter that is there is replaced.
 
         Returns:
             What was written, and what was left out.
@@ -403,7 +405,7 @@ class Adapters:
             rows = [(p, bank, slot) for p, slot in slots.items() for bank in self.banks[p]]
             held = read_slots(rows, self.tensor, model.layers, getattr(self.module, "meta", {}).get("passes", []))
         options: Any = {"name": name, "part": part, "partial": partial, "dtype": dtype, "metadata": about}
-        return write(make_content(held, as_, model, there=self.there, **options), path, as_)
+        return write(make_content(held, as_, model, there=self.there, **options), path, as_, overwrite)
 
     def about(self) -> About:
         """Describe the model, for the files of its adapters."""

@@ -32,7 +32,11 @@ from .updates import Entry
 from .wrapped import convert_to_peft
 
 SHOWN = 3  # so many layers are named in a message
+# files of an adapter in a folder, in the formats that are written; the last two are those of earlier versions of the tools
+WEIGHTS = tuple(row["file"] for row in FORMATS.values() if "file" in row)
+REPLACED = ("adapter_config.json", *WEIGHTS, *(name.replace(".safetensors", ".bin") for name in WEIGHTS))
 PACKED = "lora_adapter_metadata"  # where a file of diffusers has PEFT's configuration of each part
+
 
 @dataclass(frozen=True)
 class About:
@@ -106,12 +110,15 @@ def save_adapter(
     partial: bool = False,
     dtype: torch.dtype | None = None,
     about: Mapping[str, str] | None = None,
+    overwrite: bool = True,
 ) -> Saved:
     """Write what passes without slots learned as an adapter file of another tool.
 
-    A file that is there is replaced once the new one is whole, and so is a folder that holds nothing but an adapter; one with
-    other things is refused. Layers of the base that `fxplug.trainable` named are in the file, too: whole where a format has
-    that (`modules_to_save` of PEFT), elsewhere as the difference to what they were then.
+    A file that is there is replaced once the new one is whole, and so is the adapter in a folder: what else lies in that stays,
+    as where `save` replaces an artifact. A folder that has files and no adapter is refused.
+
+    Layers of the base that `fxplug.trainable` named are in the file, too: whole where a format has that (`modules_to_save` of
+    PEFT), elsewhere as the difference to what they were then.
 
     "fxplug" holds passes of any kind, of blocks of your own too: what is no low-rank update is there under the names that it
     has in the module, with the passes as data beside it. `load_adapter` and `pass_for` read it.
@@ -132,6 +139,7 @@ def save_adapter(
         dtype: The dtype of the tensors; None is the one that they have.
         about: Further metadata, text by name: fields of ModelSpec ("title", "author", "license", "trigger_phrase",
             "resolution", "date", ...), which get its prefix, and others as they are. A file has a date only if this has.
+        overwrite: Whether an adapter that is there is replaced.
 
     Returns:
         The path, and what was left out.
@@ -142,8 +150,9 @@ def save_adapter(
     """
     held = read_trained(module, passes, strict=as_ != "fxplug")
     if as_ == "fxplug" and not _is_low_rank(module, held, passes):
-        return write(_by_name(module, passes, dtype, about), path, as_)
-    return write(_content_of(module, held, as_, name=name, part=part, partial=partial, dtype=dtype, metadata=about), path, as_)
+        return write(_by_name(module, passes, dtype, about), path, as_, overwrite)
+    made = _content_of(module, held, as_, name=name, part=part, partial=partial, dtype=dtype, metadata=about)
+    return write(made, path, as_, overwrite)
 
 
 def save_parts(modules: Mapping[str, Any], path: str | os.PathLike[str]) -> Saved:
@@ -307,10 +316,11 @@ def make_content(
     return Content(tensors, about, made if as_ == "peft" else {}, kept, left)
 
 
-def write(made: Content, path: str | os.PathLike[str], as_: str) -> Saved:
+def write(made: Content, path: str | os.PathLike[str], as_: str, overwrite: bool = True) -> Saved:
     """Put an adapter in its place: a folder for PEFT and diffusers, or a file for the others and where the name says so.
 
-    Raises ArtifactError where that cannot be written, or something stands that would be lost.
+    Raises ArtifactError where that cannot be written, where something stands that would be lost, and unless `overwrite` where
+    an adapter stands.
     """
     target = Path(path)
 
@@ -326,30 +336,34 @@ def write(made: Content, path: str | os.PathLike[str], as_: str) -> Saved:
         if not is_folder and target.suffix != ".safetensors":
             target = target / f"{target.name or 'adapter'}.safetensors" if target.is_dir() else Path(f"{target}.safetensors")
         if is_folder:
-            check_replaceable(target, raises)
-            with replace_folder(target, raises, own=lambda folder: check_replaceable(folder, raises)) as work:
+            check_replaceable(target, raises, overwrite)
+            with replace_folder(target, raises, own=lambda folder: check_replaceable(folder, raises, overwrite)) as work:
                 save_file(made.tensors, work / FORMATS[as_]["file"], made.about)
                 if made.config:
                     text = json.dumps(made.config, indent=2, sort_keys=True) + "\n"
                     (work / "adapter_config.json").write_text(text, "utf-8")
         else:
+            if not overwrite and os.path.lexists(target):
+                raise raises("exists: overwrite=True replaces it")
             with replace_file(target, raises) as file:
                 save_file(made.tensors, file, made.about)
     return Saved(target, as_, made.layers, made.left_out)
 
 
-def check_replaceable(target: Path, raises: Callable[[str], ArtifactError]) -> list[str]:
-    """Return the names of an earlier adapter's files in a folder, which a new one replaces. Raises for any other content."""
+def check_replaceable(target: Path, raises: Callable[[str], ArtifactError], overwrite: bool = True) -> list[str]:
+    """Return the names of an earlier adapter's files in a folder, which a new one replaces. Raises where there are others
+    alone, and unless `overwrite` where there are any."""
     if not os.path.lexists(target):
         return []
     if target.is_symlink() or not target.is_dir():
         raise raises("exists and is not a folder: give another path")
-    known = {"adapter_config.json", *(row["file"] for row in FORMATS.values() if "file" in row)}
-    found = sorted(target.iterdir())
-    if others := [path.name for path in found if path.name not in known or path.is_symlink() or not path.is_file()]:
-        more = ", ".join(others[:3])
-        raise raises(f"exists and is not empty: give a new folder, or one that has an adapter alone (this has {more})")
-    return [path.name for path in found]
+    found = os.listdir(target)
+    if found and not overwrite:
+        raise raises("exists: overwrite=True replaces the adapter in it")
+    own = [name for name in found if name in REPLACED and (target / name).is_file()]
+    if found and not own:
+        raise raises(f"has files and no adapter (none is named {' or '.join(REPLACED[:3])}): save to another folder")
+    return own
 
 
 def prepare_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
