@@ -14,7 +14,6 @@ EXTENSION = Extension(
         "prune": "fxplug.lowerings.pruning:prune",
     },
     hooks={
-        "checkpointed": "fxplug.lowerings.regions.checkpointing:checkpointed",
         "table_of_forms": "fxplug.lowerings.pipeline:table_of_forms",
     },
     accessors={

@@ -172,8 +172,8 @@ def _checked_trace(
             ) from error
     if job.checkpointed:
         try:
-            gm.keep_checkpointing()
-        except FxplugError as error:
+            gm.enable_gradient_checkpointing()
+        except (FxplugError, AttributeError) as error:  # it has no regions that repeat, or no extension has the method
             text = f"{job.checkpointed} saves memory in the model, and not in its graph: {getattr(error, 'finding', error)}"
             warnings.warn(text, stacklevel=3)
     for reason in dict.fromkeys(job.reasons):

@@ -198,6 +198,11 @@ class TracedModule(TracedRoot, fx.GraphModule):
     @without_compiler  # the first call of a variant comes here
     def _compile(self, mode: bool | None = None) -> Any:
         """Write the code of the graph in force, or of a mode's; the other is written when `train` or a call comes to it."""
+        if CHECKPOINTING not in vars(self) and vars(self).get("meta", {}).get(CHECKPOINTING):
+            try:  # as that which this one was derived from, or a file; the method is an extension's
+                self.enable_gradient_checkpointing()
+            except AttributeError as error:
+                raise SpecError(f"the module has gradient checkpointing enabled: {error}") from error
         graphs = self.graphs if "_twin" in vars(self) else {True: self._graph}
         in_force = next(iter(graphs))
         mode = in_force if mode is None else mode
@@ -216,9 +221,7 @@ class TracedModule(TracedRoot, fx.GraphModule):
             setattr(cls, FORWARDS[mode], forward)
         if len(graphs) == 2 or own.get("_parts"):
             forward = choose_by_mode(forward, len(graphs) == 2)
-        if own.get("meta", {}).get(CHECKPOINTING):
-            if CHECKPOINTING not in own:
-                own[CHECKPOINTING] = extensions.need_hook("checkpointed", "lowerings")(self)
+        if CHECKPOINTING in own:
             forward = choose_by_gradients(forward)
         cls.forward = make_forward(forward)
         return code
@@ -253,19 +256,15 @@ class TracedModule(TracedRoot, fx.GraphModule):
             self._mixed[key] = compile_graph(self.graph_in_force)[2]
         return self._mixed[key]
 
-    def keep_checkpointing(self, on: bool = True) -> None:
-        """Compute repeated regions again in the backward pass, or do not.
+    def set_checkpointing(self, view: TracedModule | None) -> None:
+        """Call another module where there will be a backward pass.
 
         Args:
-            on: Whether they are.
-
-        Raises:
-            SpecError: There are none.
+            view: This module with regions that are computed again in the backward pass, on its layers; None for none.
         """
-        view = extensions.need_hook("checkpointed", "lowerings")(self) if on else None
         for table in (vars(self), self.meta):
             table.pop(CHECKPOINTING, None)
-        if on:
+        if view is not None:
             vars(self)[CHECKPOINTING], self.meta[CHECKPOINTING] = view, True
         self._forget_code()
 

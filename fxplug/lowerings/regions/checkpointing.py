@@ -49,7 +49,7 @@ def _share(part: nn.Module, gm: nn.Module) -> None:
 
 
 def _switch(gm: TracedModule, on: bool) -> None:
-    gm.keep_checkpointing(on)
+    gm.set_checkpointing(checkpointed(gm) if on else None)
     for module in gm.modules():
         for name in ATTRIBUTES:
             if name in vars(module):
