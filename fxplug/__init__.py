@@ -187,9 +187,6 @@ _MODULE = {name: module for module, names in _CORE.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ModelMixin":  # which diffusers looks for in the library of a saved part, before it calls `from_pretrained`
-        extensions.import_part("hooks", "saved_part")
-        name = "TracedModule"
     if name in _MODULE:
         value = getattr(import_module(f".{_MODULE[name]}", __name__), name)
     elif name.startswith("_") or (value := extensions.import_part("names", name)) is None:

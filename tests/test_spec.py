@@ -537,7 +537,8 @@ def test_reading_yaml_does_not_wait_for_torch():
 
 def test_public_names():
     assert set(fxplug.__all__) <= set(dir(fxplug)) and fxplug.__version__
-    assert {*fxplug._MODULE, *fxplug.core.extensions.list_parts("names")} == set(fxplug.__all__)
+    theirs = {"ModelMixin"}  # which diffusers asks for
+    assert {*fxplug._MODULE, *fxplug.core.extensions.list_parts("names")} - theirs == set(fxplug.__all__)
     for name in fxplug.__all__:
         assert getattr(fxplug, name).__name__ == name
     with pytest.raises(AttributeError, match="module 'fxplug' has no attribute 'tracee'"):

@@ -6,6 +6,7 @@ EXTENSION = Extension(
     name="pipelines",
     bases=("adapters",),
     names={
+        "ModelMixin": "fxplug.pipelines.diffusers_types:ModelMixin",
         "controlnet_of": "fxplug.pipelines.control:controlnet_of",
         "pipeline_part": "fxplug.pipelines.diffusers_types:pipeline_part",
         "rewrite_pipeline": "fxplug.pipelines.rewriting:rewrite_pipeline",
@@ -14,8 +15,5 @@ EXTENSION = Extension(
         "trace_pipeline": "fxplug.pipelines.tracing:trace_pipeline",
     },
     verbs={"recipes": "fxplug.pipelines.verbs:show_recipes"},
-    hooks={
-        "pipeline_model": "fxplug.pipelines.pipeline_model:build_pipeline_model",
-        "saved_part": "fxplug.pipelines.diffusers_types:PipelinePart",
-    },
+    hooks={"pipeline_model": "fxplug.pipelines.pipeline_model:build_pipeline_model"},
 )

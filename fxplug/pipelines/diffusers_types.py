@@ -201,8 +201,10 @@ def from_pretrained(
     return part if dtype is None and torch_dtype is None else part.to(dtype or torch_dtype)
 
 
-# diffusers takes the class from the names in a saved pipeline, ["fxplug", "TracedModule"], and calls this of it
+# diffusers takes the class from the names in a saved pipeline, ["fxplug", "TracedModule"], and calls this of it; before that
+# it looks for `fxplug.ModelMixin`, as in every library of parts, to see that it is a model
 TracedModule.from_pretrained = staticmethod(from_pretrained)  # type: ignore[attr-defined]
+ModelMixin = TracedModule
 
 
 # --- the class
@@ -210,9 +212,9 @@ TracedModule.from_pretrained = staticmethod(from_pretrained)  # type: ignore[att
 
 def _class_of(gm: TracedModule) -> type:
     """Return the class of the model if diffusers has it, else the base of all classes that its pipelines call and save."""
-    from diffusers import ModelMixin
+    import diffusers
 
-    base: type = ModelMixin
+    base: type = diffusers.ModelMixin
     if isinstance(gm._origin, type):
         return gm._origin if issubclass(gm._origin, base) else base
     todo = [base]
