@@ -20,7 +20,4 @@ EXTENSION = Extension(
         "adapters": "fxplug.adapters.verbs:adapters",
     },
     accessors={"adapters": "fxplug.adapters.slots:Adapters"},
-    hooks={
-        "saved_head": "fxplug.adapters.saved_heads:saved_head",
-    },
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import quote
-from .find_tensors import explain_unreadable
+from .file_tensors import explain_unreadable
 
 DIGEST, LAYERS = "fxplug.base", "fxplug.base_layers"  # keys of a file's metadata
 NUMBERS = 4096  # of each weight so many are read, evenly spaced: those of another base differ nearly everywhere

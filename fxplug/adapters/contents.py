@@ -12,7 +12,7 @@ from ..blocks.base import get_kind
 from ..core.errors import ArtifactError, SpecError, format_fields
 from ..core.quantised import get_weight_shape, is_transposed
 from .banks import Bank
-from .find_tensors import explain_unreadable
+from .file_tensors import explain_unreadable
 from .loading import get_slotless_passes, make_bank
 from .saved_heads import as_entries, get_merged_heads, get_trained_layers
 from .updates import Entry

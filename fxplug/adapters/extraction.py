@@ -17,7 +17,7 @@ from ..core import reading, weight_files
 from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean, quote
 from ..core.spec.addresses import select
 from .contents import AdapterContents, ModelLayer
-from .find_tensors import find_kind, parse_object
+from .file_tensors import parse_object
 from .updates import AdapterFile, Entry
 from .writing import About, Saved, describe_model, list_skipped, make_content, write
 
@@ -204,12 +204,12 @@ def _in_memory(where: str, state: Mapping[str, Tensor], model: About) -> _Weight
 def _in_files(path: Path, stack: contextlib.ExitStack, limits: Limits) -> _Weights:
     """Open the weights of a file, or of all files in a folder."""
     model, files = About({}), [path]
-    if find_kind(path) == "folder":
+    if weight_files.find_kind(path) == "folder":
         with reading.report_errors(reading.make_reporter(path)):
             files = sorted(each for each in path.iterdir() if each.suffix == ".safetensors")
         if not files:
             raise ArtifactError(f"the folder '{path}' has no .safetensors file: give a file of weights, or a model's folder")
-        if find_kind(path / "config.json") == "file":
+        if weight_files.find_kind(path / "config.json") == "file":
             config = parse_object(reading.read_json(path / "config.json", limits=limits), str(path / "config.json"))
             model = About({}, (str(config.get("_class_name", "")),), config)
     if path.suffix != ".safetensors" and len(files) == 1 and files[0] == path:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..blocks import list_update_kinds
 from ..blocks.base import UpdateKind
+from ..blocks.head import WRAPPED
 from .file_kinds import FORMS, WHOLE, WHOLE_OF
 from .layer_names import rename_processor
 
@@ -40,7 +41,6 @@ _FORMS = [
     ]
 ]
 INNER = ".base_layer.out_proj"  # of a MultiheadAttention, within PEFT's wrapper around that
-WRAPPED = re.compile(r"\.modules_to_save(?:\.default)?(?=\.)")  # PEFT's wrapper around a layer that it saves whole
 TABLES = "fxplug.tables"  # in a file's metadata: which of its layers are Embeddings, a line each, as square halves do not tell
 _OFT_PART = re.compile(r"^(?P<layer>.+)\.oft_blocks\.(?P<number>\d+)$")  # networks/oft_flux.py of sd-scripts: q, k, v by number
 _NUMBERED = re.compile(r"^(?P<part>\w*):(?P<number>\d+):(?P<half>up|down)$")  # lora by cloneofsimo, 2022: layers by number

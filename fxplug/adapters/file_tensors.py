@@ -1,69 +1,24 @@
-"""Where the tensors of an adapter are: the file itself, or the one that a folder of PEFT, diffusers or fxplug has.
-
-The folder may be a repository on the hub.
-"""
+"""The tensors of an adapter's file, and which of them are numbers like others."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core import reading, weight_files
-from ..core.errors import ArtifactError, Limits, did_you_mean
-from ..core.hub_names import find_local
+from ..core import weight_files
+from ..core.errors import ArtifactError, Limits
+from ..core.weight_files import PICKLED, SAFE
 
-SAFE, PICKLED = (".safetensors",), (".bin", ".pt", ".pth", ".ckpt")
 _SAM = re.compile(r"^w_(?P<half>[ab])_(?P<number>\d+)$")
 PACKED = tuple(d for name in ("float4_e2m1fn_x2",) if (d := getattr(torch, name, None)) is not None)
 SMALL = 8192  # bytes: numbers, such as alphas, are no larger
 NUMBERS = ("alpha", "scale", "on_input", "reshape_weight", "scaled_oft")
-
-
-def find_kind(path: Path) -> str:
-    """Return what is at a path: `folder`, `file` (or something else that can be opened), or "". Raises ArtifactError."""
-    with reading.report_errors(reading.make_reporter(path)):
-        return "folder" if path.is_dir() else "file" if os.path.lexists(path) else ""
-
-
-def find(source: str | os.PathLike[str]) -> Path:
-    """Return the file that holds the tensors of a file, a folder, or a repository on the hub. Raises ArtifactError."""
-    path = find_local(source, "adapter")
-    what = find_kind(path)
-    if what != "folder":
-        if not what:
-            with reading.report_errors(reading.make_reporter(path.parent)):
-                near = os.listdir(path.parent) if path.parent.is_dir() else []
-            raise ArtifactError(f"no adapter file or folder '{path}'{did_you_mean(path.name, near)}")
-        return path
-    with reading.report_errors(reading.make_reporter(path)):
-        found = {entry.name: entry.is_dir() for entry in os.scandir(path)}
-    chosen, files = choose_file([name for name, is_folder in found.items() if not is_folder])
-    if chosen:
-        return path / chosen
-    inner = sorted(name for name, is_folder in found.items() if is_folder and find_kind(path / name / "adapter_config.json"))
-    if inner and not files:
-        raise ArtifactError(f"'{path}' has the adapters {', '.join(inner)}: give the folder of one of them")
-    names = f": give one of {', '.join(files[:6])}" if files else ""
-    raise ArtifactError(f"the folder '{path}' has {len(files) or 'no'} files of weights{names}")
-
-
-def choose_file(names: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the one among the files of a folder that holds an adapter, "" if none does for certain, and those that may."""
-    for stem in ("adapter_model", "pytorch_lora_weights"):
-        for suffix in (*SAFE, *PICKLED):
-            if f"{stem}{suffix}" in names:
-                return f"{stem}{suffix}", []
-    files = sorted(name for name in names if name.endswith(SAFE))
-    if "manifest.json" in names:  # what `fxplug.save` wrote: the model's own weights are no adapter
-        files = [name for name in files if name != "model.safetensors"]
-    return files[0] if len(files) == 1 else "", files
 
 
 def load(file: Path, limits: Limits, meta: bool = False) -> tuple[dict[str, Any], Mapping[str, Any]]:

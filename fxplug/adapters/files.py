@@ -21,10 +21,11 @@ from ..blocks.lora import Lora
 from ..core import reading
 from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean, quote
 from ..core.spec.addresses import match_endings
+from ..core.weight_files import find, find_kind
 from . import peft_config
 from .file_keys import INNER, SHARED, TABLES, LayerKeys, find_saved_module, place_key
 from .file_kinds import INTEGERS, LayerFacts, LayerForm, find_form, pop_changes
-from .find_tensors import explain_unreadable, find, find_kind, join_sam, load, parse_object
+from .file_tensors import explain_unreadable, join_sam, load, parse_object
 from .layer_matching import WRAPPED, Fit, fit, split_part
 from .own_files import OWN, check_tensors
 from .tables import PARTS

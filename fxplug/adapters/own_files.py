@@ -14,7 +14,8 @@ from ..core import reading
 from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean
 from ..core.spec.pass_file import load_pass
 from ..core.spec.rules import Pass
-from .find_tensors import explain_unreadable, find, load, parse_object
+from ..core.weight_files import find
+from .file_tensors import explain_unreadable, load, parse_object
 from .updates import AdapterFile
 
 OWN = "fxplug.adapter"  # the key of a file's metadata that says which passes it has, and which layers of the base

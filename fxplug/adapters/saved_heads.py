@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,33 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import weight_files
-from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean
+from ..core.errors import ArtifactError
 from ..core.ir.traced_module import BEFORE_TRAINING, TRAINED
 from ..core.quantised import is_packed
 from ..core.torch_internals.modules import NormBase
-from .file_keys import WRAPPED
-from .find_tensors import find
 from .updates import AdapterFile, Entry
 
 BIAS = ".base_layer.bias"  # of a layer with an update, where the configuration says `bias`
-BEFORE = "base_model.model."  # of every key in it
 STATISTICS = ("running_mean", "running_var")
-
-
-def saved_head(path: str | os.PathLike[str], layer: str, name: str, limits: Limits = DEFAULT) -> Tensor:
-    """Return a parameter of a layer from an adapter file or a checkpoint; `path` is a file or a folder of PEFT.
-
-    Raises ArtifactError for a file that cannot be read, and SpecError for one that has no such parameter.
-    """
-    file = find(path)
-    found, _ = weight_files.read(file, limits=limits)
-    values = found if isinstance(found, Mapping) else {}
-    known = {WRAPPED.sub("", str(key).removeprefix(BEFORE)): value for key, value in values.items()}
-    value = known.get(f"{layer}.{name}")
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise SpecError(f"'{file}' has no '{layer}.{name}'{did_you_mean(f'{layer}.{name}', known)}")
-    return value
 
 
 def get_trained_layers(module: Any) -> dict[str, Tensor]:

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from ..blocks.base import get_kind
+from ..blocks.head import BEFORE
 from ..core.errors import ArtifactError, SpecError, did_you_mean, format_fields, quote
 from ..core.reading import report_errors
-from ..core.weight_files import save_file
+from ..core.weight_files import PICKLED, SAFE, save_file
 from ..core.writing import replace_file, replace_folder
 from . import formats
 from .base_weights import describe_base
 from .contents import AdapterContents, ModelLayer, list_layers, read_trained
 from .file_metadata import describe_adapter, prefix_fields
-from .find_tensors import PICKLED, SAFE
 from .formats import CONFIGURED, explain_refusal, find_part, make_tensors
 from .loading import find_tensor, get_slotless_passes, is_table
 from .own_files import OWN, make_description
-from .saved_heads import BEFORE, BIAS, as_changes, get_trained_layers, list_changed_layers
+from .saved_heads import BIAS, as_changes, get_trained_layers, list_changed_layers
 from .tables import FORMATS, PARTS
 from .updates import Entry
 from .wrapped import convert_to_peft

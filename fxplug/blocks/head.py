@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import SpecError
-from ..core.extensions import need_hook
+from ..core import weight_files
+from ..core.errors import SpecError, did_you_mean
 from .base import Block, check_count
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
+
+
+BEFORE = "base_model.model."  # of every key in a file of PEFT
+WRAPPED = re.compile(r"\.modules_to_save(?:\.default)?(?=\.)")  # PEFT's wrapper around a layer that it saves whole
+
+
+def read_saved_layer(path: str | os.PathLike[str], layer: str, name: str) -> Tensor:
+    """Return a parameter of a layer from an adapter file or a checkpoint; `path` is a file or a folder of PEFT.
+
+    Raises ArtifactError for a file that cannot be read, and SpecError for one that has no such parameter.
+    """
+    file = weight_files.find(path)
+    found, _ = weight_files.read(file)
+    values = found if isinstance(found, Mapping) else {}
+    known = {WRAPPED.sub("", str(key).removeprefix(BEFORE)): value for key, value in values.items()}
+    value = known.get(f"{layer}.{name}")
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise SpecError(f"'{file}' has no '{layer}.{name}'{did_you_mean(f'{layer}.{name}', known)}")
+    return value
 
 
 class Head(Block):
@@ -67,7 +88,7 @@ class Head(Block):
         if weights is None:
             return cls([*said.values(), *inner])
         layer, name = site.path.partition("@")[0], str(site.port.keys[0])
-        value = need_hook("saved_head", "adapters")(weights, layer, name)
+        value = read_saved_layer(weights, layer, name)
         wanted = [next(iter(said.values()), value.shape[0] if value.dim() else 0), *inner]
         if list(value.shape) != wanted or not value.numel():
             raise SpecError(f"'{layer}.{name}' is {list(value.shape)} in '{weights}', and must be {wanted}")

@@ -1,7 +1,6 @@
 """Names of repositories on a hub, where a file or folder is meant: one on this machine goes first. Imports no torch.
 
-What fetches them is an extension's, behind two hooks: `hub_artifact` and `hub_adapter` give the local copy of a repository,
-`hub_cached` the file that a link within the hub's cache leads to.
+What fetches them is an extension's, which overrides `Hub`.
 """
 
 from __future__ import annotations
@@ -20,6 +19,22 @@ from .writing import find_whole_folder
 # user/name, then a revision and a file of the repository where they are given
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[^/@\s]+)?(/[^@\s]+\.safetensors)?\Z", re.ASCII)
 FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".json", ".yaml", ".yml", ".py")
+
+
+class Hub:
+    """The hub with the repositories: what is fetched from it lies in a cache on this machine."""
+
+    def fetch_artifact(self, name: str, revision: str | None, limits: Limits) -> Path:
+        """Return the folder of a saved rewrite in the cache, fetched if it is not there. Raises ArtifactError."""
+        raise NotImplementedError
+
+    def fetch_adapter(self, name: str, revision: str | None, limits: Limits) -> Path:
+        """Return the file or folder of an adapter in the cache, fetched if it is not there. Raises ArtifactError."""
+        raise NotImplementedError
+
+    def find_cached_file(self, path: Path) -> Path | None:
+        """Return the file that a link leads to, if both lie in the cache; None otherwise."""
+        raise NotImplementedError
 
 
 def is_hub_name(source: object, base: str | os.PathLike[str] = "") -> bool:
@@ -50,14 +65,14 @@ def find_local(
                 f"revision is for a repository on the hub, 'user/name', and '{source}' is a path on this machine: leave it out"
             )
         return Path(source)
-    fetch = extensions.need_hook(f"hub_{kind}", "hub")
+    hub: Hub = extensions.need_hook("hub", "hub")
     try:
-        found: Path = fetch(source, revision, limits)
+        fetch = hub.fetch_artifact if kind == "artifact" else hub.fetch_adapter
+        return fetch(str(source), revision, limits)
     except ArtifactError as error:
         path = Path(source)
         near = did_you_mean(path.name, os.listdir(path.parent) if path.parent.is_dir() else ())
         raise ArtifactError(f"{error}; no file or folder '{source}' exists on this machine either{near}") from error
-    return found
 
 
 @contextmanager
@@ -76,5 +91,5 @@ def resolve_link(path: Path) -> Path:
     """Return the file that a link of the hub's cache leads to within that cache; any other path as it is."""
     if not path.is_symlink():
         return path
-    find = extensions.import_part("hooks", "hub_cached")
-    return path if find is None else find(path) or path
+    hub: Hub | None = extensions.import_part("hooks", "hub")
+    return path if hub is None else hub.find_cached_file(path) or path

@@ -15,7 +15,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -27,9 +27,11 @@ from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 
-from .errors import DEFAULT, FxplugError, Limits, quote
-from .reading import Raises, get_size, guess_kind, make_reporter, open_archive, open_regular_file, parse_json
+from .errors import DEFAULT, ArtifactError, FxplugError, Limits, did_you_mean, quote
+from .hub_names import find_local
+from .reading import Raises, get_size, guess_kind, make_reporter, open_archive, open_regular_file, parse_json, report_errors
 
+SAFE, PICKLED = (".safetensors",), (".bin", ".pt", ".pth", ".ckpt")  # how the names of files end, by how they are written
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "U16": torch.uint16,
@@ -330,6 +332,49 @@ def read_onnx(path: Path, raises: Raises, *, meta: bool = False) -> dict[str, Te
             if weight.startswith("onnx::") and weight in tensors and tensors[weight].dim() == 2 and new not in tensors:
                 tensors[new] = tensors.pop(weight).t()
         return tensors
+
+
+# --- which file of a folder
+
+
+def find_kind(path: Path) -> str:
+    """Return what is at a path: `folder`, `file` (or something else that can be opened), or "". Raises ArtifactError."""
+    with report_errors(make_reporter(path)):
+        return "folder" if path.is_dir() else "file" if os.path.lexists(path) else ""
+
+
+def find(source: str | os.PathLike[str]) -> Path:
+    """Return the file that holds the tensors of a file, a folder, or a repository on the hub. Raises ArtifactError."""
+    path = find_local(source, "adapter")
+    what = find_kind(path)
+    if what != "folder":
+        if not what:
+            with report_errors(make_reporter(path.parent)):
+                near = os.listdir(path.parent) if path.parent.is_dir() else []
+            raise ArtifactError(f"no adapter file or folder '{path}'{did_you_mean(path.name, near)}")
+        return path
+    with report_errors(make_reporter(path)):
+        found = {entry.name: entry.is_dir() for entry in os.scandir(path)}
+    chosen, files = choose_file([name for name, is_folder in found.items() if not is_folder])
+    if chosen:
+        return path / chosen
+    inner = sorted(name for name, is_folder in found.items() if is_folder and find_kind(path / name / "adapter_config.json"))
+    if inner and not files:
+        raise ArtifactError(f"'{path}' has the adapters {', '.join(inner)}: give the folder of one of them")
+    names = f": give one of {', '.join(files[:6])}" if files else ""
+    raise ArtifactError(f"the folder '{path}' has {len(files) or 'no'} files of weights{names}")
+
+
+def choose_file(names: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the one among the files of a folder that holds an adapter, "" if none does for certain, and those that may."""
+    for stem in ("adapter_model", "pytorch_lora_weights"):
+        for suffix in (*SAFE, *PICKLED):
+            if f"{stem}{suffix}" in names:
+                return f"{stem}{suffix}", []
+    files = sorted(name for name in names if name.endswith(SAFE))
+    if "manifest.json" in names:  # what `fxplug.save` wrote: the model's own weights are no adapter
+        files = [name for name in files if name != "model.safetensors"]
+    return files[0] if len(files) == 1 else "", files
 
 
 # --- written

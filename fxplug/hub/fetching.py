@@ -13,11 +13,11 @@ from pathlib import Path, PurePosixPath
 from huggingface_hub import DryRunFileInfo, HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
-from ..adapters.find_tensors import PICKLED, SAFE, choose_file
 from ..core.artifacts.document import FIXED, MANIFEST, list_file_records, parse
-from ..core.errors import DEFAULT, ArtifactError, Limits, quote
-from ..core.hub_names import resolve_link
+from ..core.errors import ArtifactError, Limits, quote
+from ..core.hub_names import Hub, resolve_link
 from ..core.reading import make_reporter, open_regular_file
+from ..core.weight_files import PICKLED, SAFE, choose_file
 from .errors import report_hub_errors
 
 CONFIG = "adapter_config.json"
@@ -64,62 +64,67 @@ class Repository:
         return replace(self, revision=commit) if commit and COMMIT.fullmatch(commit) else self
 
 
-def cached_file(path: Path) -> Path | None:
-    """Return the file that a link leads to, if both lie in the hub's cache; None otherwise."""
-    cache = os.path.realpath(constants.HF_HUB_CACHE)
-    real, folder = os.path.realpath(path), os.path.realpath(path.parent)
-    inside = all(os.path.commonpath([cache, one]) == cache for one in (real, folder))
-    return Path(real) if inside else None
-
-
 def _checked(repo: Repository, path: Path) -> Path:
-    if cached_file(path) is None:
+    if HUB.find_cached_file(path) is None:
         out = os.path.realpath(path)
         raise ArtifactError(f"{path.name} of '{repo.name}' is a link out of the hub's cache, to {quote(out)}: remove {path}")
     return path
 
 
-def fetch_artifact(name: str, revision: str | None = None, limits: Limits = DEFAULT) -> Path:
-    """Fetch the manifest of a saved rewrite and the files that it lists, and return their folder in the cache.
+class HuggingFaceHub(Hub):
+    """The Hugging Face Hub, by huggingface_hub and its cache."""
 
-    Nothing else is asked for. Raises ArtifactError for a repository that has no manifest or one that lists something else, and
-    for whatever huggingface_hub raises.
-    """
-    repo, file = _parse(name, revision)
-    if file:
-        raise ArtifactError(f"'{name}' is a file of a repository, and load takes a whole one: '{repo.name}'")
-    with report_hub_errors(repo.name, FETCHED, repo.revision):
-        folder = _fetch_listed(repo, limits)
-        if folder is None:
-            raise ArtifactError(
-                f"the repository '{repo.name}' on the hub is not an artifact: it has no {MANIFEST}, which fxplug.push writes. "
-                "An adapter of another tool goes into a rewritten module with fxplug.load_adapter or module.adapters.load"
-            )
-        return folder
+    def fetch_artifact(self, name: str, revision: str | None, limits: Limits) -> Path:
+        """Fetch the manifest of a saved rewrite and the files that it lists, and return their folder in the cache.
 
-
-def fetch_adapter(name: str, revision: str | None = None, limits: Limits = DEFAULT) -> Path:
-    """Fetch an adapter, and return its file of weights in the cache, or the folder of a saved rewrite.
-
-    Of a repository without a manifest, a file of safetensors is fetched, and the `adapter_config.json` beside it. Raises
-    ArtifactError as `fetch_artifact` does, and where there is no such file, or several and no name says which.
-    """
-    repo, file = _parse(name, revision)
-    with report_hub_errors(repo.name, FETCHED, repo.revision):
+        Nothing else is asked for. Raises ArtifactError for a repository that has no manifest or one that lists something else,
+        and for whatever huggingface_hub raises.
+        """
+        repo, file = _parse(name, revision)
         if file:
-            return _fetch_weights(repo, file)
-        try:
+            raise ArtifactError(f"'{name}' is a file of a repository, and load takes a whole one: '{repo.name}'")
+        with report_hub_errors(repo.name, FETCHED, repo.revision):
             folder = _fetch_listed(repo, limits)
-        except LocalEntryNotFoundError:
-            return _in_cache(repo)
-        if folder is not None:
+            if folder is None:
+                raise ArtifactError(
+                    f"the repository '{repo.name}' on the hub is not an artifact: it has no {MANIFEST}, which fxplug.push "
+                    "writes. An adapter of another tool goes into a rewritten module with fxplug.load_adapter or "
+                    "module.adapters.load"
+                )
             return folder
-        known = [f"{PEFT_WEIGHTS}.safetensors"] if repo.has(CONFIG) else ["pytorch_lora_weights.safetensors"]
-        for file in known:
-            if (found := repo.has(file)) is not None:
-                return found
-        names = [entry.path for entry in HfApi().list_repo_tree(repo.name, revision=repo.revision)]
-        return _fetch_weights(repo, _choose(repo, names))
+
+    def fetch_adapter(self, name: str, revision: str | None, limits: Limits) -> Path:
+        """Fetch an adapter, and return its file of weights in the cache, or the folder of a saved rewrite.
+
+        Of a repository without a manifest, a file of safetensors is fetched, and the `adapter_config.json` beside it. Raises
+        ArtifactError as `fetch_artifact` does, and where there is no such file, or several and no name says which.
+        """
+        repo, file = _parse(name, revision)
+        with report_hub_errors(repo.name, FETCHED, repo.revision):
+            if file:
+                return _fetch_weights(repo, file)
+            try:
+                folder = _fetch_listed(repo, limits)
+            except LocalEntryNotFoundError:
+                return _in_cache(repo)
+            if folder is not None:
+                return folder
+            known = [f"{PEFT_WEIGHTS}.safetensors"] if repo.has(CONFIG) else ["pytorch_lora_weights.safetensors"]
+            for file in known:
+                if (found := repo.has(file)) is not None:
+                    return found
+            names = [entry.path for entry in HfApi().list_repo_tree(repo.name, revision=repo.revision)]
+            return _fetch_weights(repo, _choose(repo, names))
+
+    def find_cached_file(self, path: Path) -> Path | None:
+        """Return the file that a link leads to, if both lie in the hub's cache; None otherwise."""
+        cache = os.path.realpath(constants.HF_HUB_CACHE)
+        real, folder = os.path.realpath(path), os.path.realpath(path.parent)
+        inside = all(os.path.commonpath([cache, one]) == cache for one in (real, folder))
+        return Path(real) if inside else None
+
+
+HUB = HuggingFaceHub()
 
 
 def _parse(name: str, revision: str | None) -> tuple[Repository, str]:
