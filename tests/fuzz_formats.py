@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fxplug.adapters.contents import AdapterContents, list_layers
 from fxplug.adapters.files import Entry, fit, read
 from fxplug.adapters.tables import FORMATS
-from fxplug.adapters.writing import About, make_content, write
+from fxplug.adapters.writing import About, FileOptions, make_content, write
 from fxplug.core.errors import ArtifactError
 
 COST = 4
@@ -204,7 +204,8 @@ def case(number: int) -> list[str]:
     for as_ in FORMATS:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                made = make_content(AdapterContents(tuple(entries), {}), as_, About(layers), part="unet", dtype=written_in)
+                how = FileOptions(part="unet", dtype=written_in)
+                made = make_content(AdapterContents(tuple(entries), {}), as_, About(layers), how)
             except ArtifactError as error:
                 if as_ == "fxplug" or not re.search("embedding|groups|loha|change of a bias", str(error)):
                     lines.append(f"{as_} refuses {what}: {error}")

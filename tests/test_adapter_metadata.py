@@ -12,7 +12,7 @@ import fxplug
 from fxplug.adapters.contents import AdapterContents, ModelLayer
 from fxplug.adapters.tables import FORMATS
 from fxplug.adapters.updates import Entry
-from fxplug.adapters.writing import About, make_content, write
+from fxplug.adapters.writing import About, FileOptions, make_content, write
 from fxplug.core.errors import SpecError
 
 GIVEN = {"title": "Ink", "author": "A. N.", "license": "CC-BY-4.0", "trigger_phrase": "in ink", "date": "2026-07-16T18:13:38Z"}
@@ -21,7 +21,8 @@ LAYERS = {"blocks.0.to_q": ModelLayer("Linear", (8, 8))}
 
 def made(as_, kind="Net", config=None, **options):
     entry = Entry("", "blocks.0.to_q", "", "lora", {"down": torch.ones(2, 8), "up": torch.ones(8, 2)}, 0.5, 2)
-    return make_content(AdapterContents((entry,), {}), as_, About(LAYERS, (kind,), config or {}), part="unet", **options)
+    about = About(LAYERS, (kind,), config or {})
+    return make_content(AdapterContents((entry,), {}), as_, about, FileOptions(part="unet", **options))
 
 
 def metadata(path):

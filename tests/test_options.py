@@ -42,10 +42,10 @@ def test_what_is_taken():
 )
 def test_what_is_not(kind, options, given, finding):
     with pytest.raises(SpecError) as raised:
-        check_options(kind, options, "it", given=given)
+        check_options(get_arguments(kind, given), options, "it")
     assert raised.value.finding == finding
 
 
 def test_what_fits():
-    check_options(Made, ["alpha", "scale"], "it", given=2)
-    check_options(Free, ["host", "anything"], "it")
+    check_options(get_arguments(Made, 2), ["alpha", "scale"], "it")
+    check_options(get_arguments(Free), ["host", "anything"], "it")

@@ -22,7 +22,7 @@ import fxplug
 from fxplug.adapters.contents import AdapterContents, ModelLayer
 from fxplug.adapters.files import read
 from fxplug.adapters.updates import Entry
-from fxplug.adapters.writing import About, make_content
+from fxplug.adapters.writing import About, FileOptions, make_content
 
 PIPELINES = {
     "StableDiffusionPipeline": "", "StableDiffusionXLPipeline": "", "StableDiffusion3Pipeline": "SD3Transformer2DModel-sd35",
@@ -95,7 +95,8 @@ def test_comfyui_gets_the_whole_name_of_a_norm_of_flux(tmp_path):
 def test_the_second_text_encoder_of_flux_is_a_t5(as_, start):
     layers = {"encoder.block.0.layer.0.SelfAttention.q": ModelLayer("Linear", (8, 8))}
     entries = (Entry(path := next(iter(layers)), path, "", "lora", {"down": torch.ones(1, 8), "up": torch.ones(8, 1)}, 1.0, 1),)
-    made = make_content(AdapterContents(entries, {}), as_, About(layers, ("T5EncoderModel",)), part="text_encoder_2")
+    how = FileOptions(part="text_encoder_2")
+    made = make_content(AdapterContents(entries, {}), as_, About(layers, ("T5EncoderModel",)), how)
     assert all(key.startswith(start) for key in made.tensors)
 
 

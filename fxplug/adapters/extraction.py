@@ -19,7 +19,7 @@ from ..core.spec.addresses import select
 from .contents import AdapterContents, ModelLayer
 from .file_tensors import parse_object
 from .updates import AdapterFile, Entry
-from .writing import About, Saved, describe_model, list_skipped, make_content, write
+from .writing import About, FileOptions, Saved, describe_model, list_skipped, make_content, write
 
 WHOLE = "model.diffusion_model."  # what a single-file checkpoint puts before the denoiser's names, among others' weights
 Given = str | os.PathLike[str] | nn.Module | Mapping[str, Tensor]
@@ -53,7 +53,7 @@ class Extracted:
     ) -> Saved:
         """Write it in a tool's format, see `writing.save_adapter`."""
         contents = AdapterContents(self.file.entries)
-        made = make_content(contents, as_, self.model, name=name, part=part, partial=partial, dtype=dtype)
+        made = make_content(contents, as_, self.model, FileOptions(name, part, partial, dtype))
         return write(made, path, as_, overwrite)
 
     def __repr__(self) -> str:

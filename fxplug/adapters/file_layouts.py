@@ -18,7 +18,7 @@ from .contents import AdapterContents, ModelLayer
 from .files import AdapterFile, Entry, fit
 from .formats import CONFIGURED, find_format, find_part, get_alpha, make_tensors
 from .tables import FORMATS, PARTS, read_table
-from .writing import About, Content, Saved, _in_dtype, describe_model, make_content, prepare_tensors, write
+from .writing import About, Content, FileOptions, Saved, _in_dtype, describe_model, make_content, prepare_tensors, write
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = read_table("formats")["published"]
 HASHES = ("sshs_", "modelspec.hash")  # how keys of metadata begin that are true of one file's tensors only
@@ -135,16 +135,11 @@ def write_parts(
     path: str | os.PathLike[str],
     as_: str,
     about: About | None,
-    *,
-    part: str | None = None,
-    partial: bool = False,
-    dtype: torch.dtype | None = None,
-    name: str = "",
+    options: FileOptions,
     errors: Mapping[str, float] | None = None,
-    said: Mapping[str, str] | None = None,
 ) -> EditedFile:
-    """Write updates in a format, those of several parts of a pipeline one after the other; `said` is further metadata."""
-    own = find_part(about.classes) if about else None
+    """Write updates in a format, those of several parts of a pipeline one after the other."""
+    own, part = find_part(about.classes) if about else None, options.part
     parts: dict[str, list[Entry]] = {}
     for entry in entries:
         parts.setdefault(entry.part, []).append(entry)
@@ -164,7 +159,7 @@ def write_parts(
             if about and about.classes[0].startswith("Flux") and as_ in ("kohya", "comfy") and each == "text_encoder_2":
                 where = "text_encoder_3"
             held = AdapterContents(tuple(some), {})
-            done = make_content(held, as_, model, name=name, part=where, partial=partial, dtype=dtype, metadata=said)
+            done = make_content(held, as_, model, replace(options, part=where))
             early = about is not None and own == "unet" and "add_embedding.linear_1" not in about.layers
             if as_ == "kohya" and each == "text_encoder" and about is not None and not early:
                 done = replace(done, tensors={k.replace("lora_te_", "lora_te1_", 1): t for k, t in done.tensors.items()})
@@ -191,7 +186,7 @@ def write_own(
     """Write updates in the layout and under the names of their original file."""
     layout = find_layout(file)
     if layout in (*CONFIGURED, "fxplug"):
-        return write_parts(entries, path, layout, None, dtype=dtype, errors=errors)
+        return write_parts(entries, path, layout, None, FileOptions(dtype=dtype), errors)
     if other := next((entry for entry in entries if entry.method not in ("", "diff")), None):
         raise ArtifactError(
             f"'{other.name}' is {other.method}, which cannot be converted without its model: load it, and save the adapter"

@@ -21,6 +21,7 @@ from .file_metadata import list_fields
 from .files import AdapterFile, Entry, Source, read
 from .formats import CONFIGURED
 from .own_files import check_no_own
+from .writing import FileOptions
 
 
 @torch.no_grad()
@@ -134,7 +135,7 @@ def convert_adapter(
     if name:
         said.pop("modelspec.title", None)
     placed = place_on_paths(file, about)
-    return write_parts(placed, path, as_, about, part=part, partial=partial, dtype=dtype, name=name, said=said)
+    return write_parts(placed, path, as_, about, FileOptions(name, part, partial, dtype, said))
 
 
 @torch.no_grad()
@@ -217,7 +218,7 @@ def merge_adapters(
     if same:
         return write_own(files[0], made, path, dtype, errors)
     format_ = as_ or layout or "kohya"
-    return write_parts(made, path, format_, about, part=part, partial=partial, dtype=dtype, errors=errors)
+    return write_parts(made, path, format_, about, FileOptions("", part, partial, dtype), errors)
 
 
 # --- one layer

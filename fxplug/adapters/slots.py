@@ -20,7 +20,7 @@ from .contents import read_slots
 from .files import Fit, Source, read
 from .loading import find_tensor, fit_to, list_weights
 from .saved_heads import without_heads
-from .writing import About, Saved, describe_model, make_content, write
+from .writing import About, FileOptions, Saved, describe_model, make_content, write
 
 Weights = Mapping[str, float]
 Write = Callable[[Tensor, Any], None]  # puts a number or a tensor into a tensor of the slots
@@ -404,8 +404,8 @@ class Adapters:
             slots, model = self._slots_of(self.check_known(name)), self.about()
             rows = [(p, bank, slot) for p, slot in slots.items() for bank in self.banks[p]]
             held = read_slots(rows, self.tensor, model.layers, getattr(self.module, "meta", {}).get("passes", []))
-        options: Any = {"name": name, "part": part, "partial": partial, "dtype": dtype, "metadata": about}
-        return write(make_content(held, as_, model, there=self.there, **options), path, as_, overwrite)
+        options = FileOptions(name, part, partial, dtype, about)
+        return write(make_content(held, as_, model, options, there=self.there), path, as_, overwrite)
 
     def about(self) -> About:
         """Describe the model, for the files of its adapters."""

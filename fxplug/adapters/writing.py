@@ -99,6 +99,17 @@ def describe_model(module: Any) -> About:
     return About(list_layers(module), classes, known, list_layers(module, 1), parameters)
 
 
+@dataclass(frozen=True)
+class FileOptions:
+    """What is written of an adapter beside its format, as in `save_adapter`."""
+
+    name: str = ""
+    part: str | None = None
+    partial: bool = False
+    dtype: torch.dtype | None = None
+    metadata: Mapping[str, str] | None = None
+
+
 def save_adapter(
     module: Any,
     path: str | os.PathLike[str],
@@ -151,7 +162,7 @@ def save_adapter(
     held = read_trained(module, passes, strict=as_ != "fxplug")
     if as_ == "fxplug" and not _is_low_rank(module, held, passes):
         return write(_by_name(module, passes, dtype, about), path, as_, overwrite)
-    made = _content_of(module, held, as_, name=name, part=part, partial=partial, dtype=dtype, metadata=about)
+    made = _content_of(module, held, as_, FileOptions(name, part, partial, dtype, about))
     return write(made, path, as_, overwrite)
 
 
@@ -167,7 +178,7 @@ def save_parts(modules: Mapping[str, Any], path: str | os.PathLike[str]) -> Save
     about: dict[str, str] = {}
     for part, module in modules.items():
         names = [entry["name"] for entry in module.meta.get("passes", [])]
-        made = _content_of(module, read_trained(module, names), "diffusers", part=part)
+        made = _content_of(module, read_trained(module, names), "diffusers", FileOptions(part=part))
         tensors |= made.tensors
         configs |= json.loads(made.about[PACKED])
         layers += made.layers if len(modules) == 1 else [f"{part}.{layer}" for layer in made.layers]
@@ -176,10 +187,10 @@ def save_parts(modules: Mapping[str, Any], path: str | os.PathLike[str]) -> Save
     return write(Content(tensors, about, {}, tuple(layers), {}), path, "diffusers")
 
 
-def _content_of(module: Any, held: AdapterContents, as_: str, **given: Any) -> Content:
-    """Return the updates of a module in a tool's format; `given` are arguments of `make_content`."""
+def _content_of(module: Any, held: AdapterContents, as_: str, options: FileOptions) -> Content:
+    """Return the updates of a module in a tool's format."""
     there = functools.partial(find_tensor, module)
-    return make_content(held, as_, describe_model(module), there=there, trained=get_trained_layers(module), **given)
+    return make_content(held, as_, describe_model(module), options, there=there, trained=get_trained_layers(module))
 
 
 def _is_low_rank(module: Any, held: AdapterContents, passes: Sequence[str] | None) -> bool:
@@ -222,12 +233,8 @@ def make_content(
     held: AdapterContents,
     as_: str,
     model: About,
+    options: FileOptions | None = None,
     *,
-    name: str = "",
-    part: str | None = None,
-    partial: bool = False,
-    dtype: torch.dtype | None = None,
-    metadata: Mapping[str, str] | None = None,
     there: Callable[[str], Tensor | None] = lambda name: None,
     trained: Collection[str] = (),
 ) -> Content:
@@ -238,14 +245,15 @@ def make_content(
     """
     if as_ not in FORMATS:
         raise SpecError(f"no adapter format '{as_}'{did_you_mean(as_, FORMATS)}; there are {', '.join(FORMATS)}")
-    part = find_part(model.classes) if part is None else part
+    options = options or FileOptions()
+    dtype, part = options.dtype, find_part(model.classes) if options.part is None else options.part
     if part not in PARTS:
         raise SpecError(f"no part '{part}' of a pipeline{did_you_mean(part, PARTS)}; there are {', '.join(PARTS)}")
     if part == "text_encoder_2" and as_ in ("kohya", "comfy") and "T5" in next(iter(model.classes), ""):
         part = "text_encoder_3"  # as they call Flux's, where SD 3 has CLIP's second one before it
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise SpecError(f"dtype must be a floating point dtype, such as torch.float16, not {quote(dtype)}")
-    said = prefix_fields(metadata)
+    said = prefix_fields(options.metadata)
     left = dict(held.left_out)
     if held.heads and as_ != "peft":
         left |= dict.fromkeys(held.heads, f"is a whole parameter of a new layer, which {as_} cannot represent")
@@ -284,7 +292,7 @@ def make_content(
         why = list_skipped(left or dict.fromkeys(heads, "is a whole layer, and PEFT needs another layer with an update beside "
                                                         "it"))
         raise ArtifactError(f"nothing of this adapter can be written as {as_}: {why or 'it has no layers'}")
-    if left and not partial:
+    if left and not options.partial:
         of = len({*left, *(entry.key(entry.path) for entry in given)})
         way = "partial=True (--partial) leaves them out"
         raise ArtifactError(f"{as_} cannot represent {len(left)} of {of} layers: {list_skipped(left)}; {way}")
@@ -308,7 +316,7 @@ def make_content(
         made |= {"modules_to_save": sorted(saved) or None, "bias": "lora_only" if biases else "none"}
     paths = (entry.path if entry.method else entry.key(entry.path) for entry in entries)
     base = describe_base((path for path in paths if not {path, f"{path}.weight"} & {*trained}), there)
-    described_as = describe_adapter(as_, rows, name, model.layers, next(iter(model.classes), ""), model.config)
+    described_as = describe_adapter(as_, rows, options.name, model.layers, next(iter(model.classes), ""), model.config)
     about = {"format": "pt", **described_as, **base, **said}
     if as_ == "diffusers":
         packed = {f"{part}.{key}": value for key, value in made.items()}

@@ -18,7 +18,7 @@ from ..core.rewriter.neutrality import _knows_mode
 from .planning import rows, token_origins
 from .planning.opened_layers import open_layers
 from .planning.planner import make_plan, replan
-from .planning.sharding_plan import ShardingPlan, Unsplittable
+from .planning.sharding_plan import PlanSettings, ShardingPlan, Unsplittable
 from .planning.trials import Memory, ShardTrials
 from .planning.walk import Walk, bind, make_label, restore_state, walk
 from .runtime.collectives import Collective
@@ -73,7 +73,7 @@ def _plan_graph(
         found = rows.find_best(first, walked, named_starts(graph, split) if split else None)
     elif axis == "batch" or split:
         given = token_origins.find_samples(walked) if split is None else named_starts(graph, split)
-        found = make_plan(walked, first, given, one=axis == "batch")
+        found = make_plan(walked, first, given, PlanSettings(one=axis == "batch"))
     else:
         found = token_origins.find_best(first, walked, ways)
     if axis == "rows":

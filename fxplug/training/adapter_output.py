@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..adapters.contents import read_trained
 from ..adapters.formats import find_part
-from ..adapters.writing import describe_model, make_content, save_parts
+from ..adapters.writing import FileOptions, describe_model, make_content, save_parts
 from ..config.run_config import Config
 from ..core.errors import ArtifactError, FxplugError, get_first_line
 from ..core.ir.traced_module import TRAINED, TracedModule
@@ -52,7 +52,7 @@ def check_adapter(module: TracedModule, task: Task) -> None:
         _check_encoder(module, task)
         for part, one in parts.items():
             if one.meta.get(TRAINED) or isinstance(task, PipelineDenoise):
-                make_content(read_trained(one), "diffusers", describe_model(one), part=part)
+                make_content(read_trained(one), "diffusers", describe_model(one), FileOptions(part=part))
     except FxplugError as error:
         warnings.warn(f"adapter/ is not written, {where} all that trains: {error}", stacklevel=3)
         return

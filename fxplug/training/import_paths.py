@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..core.errors import FxplugError, SpecError, prefix_path
-from ..core.spec.pass_file import check_options, import_target
+from ..core.spec.pass_file import check_options, get_arguments, import_target
 from .train_section import Use
 
 
@@ -23,7 +23,7 @@ def construct(kind: Callable[..., Any], use: Use, path: tuple[str, ...] = (), *g
     Raises SpecError for an option that it lacks, with the nearest, for a missing one, and for what it raises itself.
     """
     path = (*path, use.name) if use.options else path
-    check_options(kind, use.options, use.name, given=len(given), path=path)
+    check_options(get_arguments(kind, len(given)), use.options, use.name, path=path)
     with prefix_path(*path):
         try:
             return kind(*given, **use.options)
@@ -43,5 +43,5 @@ def import_function(use: Use, path: tuple[str, ...] = (), given: int = 1) -> Any
         return construct(target, use, path)
     if not callable(target):
         raise SpecError(f"'{use.name}' is not a function, but a {type(target).__name__}", path=path)
-    check_options(target, use.options, use.name, path=path, given=given)
+    check_options(get_arguments(target, given), use.options, use.name, path=path)
     return functools.partial(target, **use.options) if use.options else target

@@ -21,7 +21,7 @@ import yaml
 import fxplug
 from fxplug.__main__ import app
 from fxplug.config.run_config import make_config_model
-from fxplug.core.spec.pass_file import check_options
+from fxplug.core.spec.pass_file import check_options, get_arguments
 from fxplug.training.optimizers import make_optimizer
 from fxplug.training.param_groups import make_scheduler
 from fxplug.training.tasks.conditioning import FolderText
@@ -91,7 +91,7 @@ def configured(data, base):
     config = fxplug.load_config({"model": "resnet18", "data": {"images": "photographs"}, **data, "train": train}, base=base)
     task = make_task(config.train.task)
     if task.text_spec is not None:
-        check_options(FolderText, read_use(task.text_spec).options, "a text encoder", given=2)
+        check_options(get_arguments(FolderText, 2), read_use(task.text_spec).options, "a text encoder")
     said = {key: getattr(task, key) for key in ("prediction", "snr_gamma", "weighting", "time_scale")}
     open_noise(task.scheduler, Path(), latents=True, **said)
     use = config.train.optimizer

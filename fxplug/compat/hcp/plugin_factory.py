@@ -97,7 +97,7 @@ def make(
         host_given = {k: v for k, v in host_given.items() if k not in ("name", "lora_id", "host")}
         function = functools.partial(kind.wrap_layer, given["name"], given["host"])  # type: ignore[attr-defined]
     else:
-        check_options(kind, options, kind.__name__, leave=host_given, says="takes no")
+        check_options(get_arguments(kind, leave=host_given), options, kind.__name__, says="takes no")
     making = PluginContext(ask)
     token = MAKING.set(making)
     try:

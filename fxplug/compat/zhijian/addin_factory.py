@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...core.errors import SpecError
-from ...core.spec.pass_file import check_options
+from ...core.spec.pass_file import check_options, get_arguments
 from ..kept_state import list_tables
 from .blitz import check_method
 from .imports import import_class
@@ -35,7 +35,7 @@ def make_addin(addin: Any) -> nn.Module:
     made = getattr(kind, "func", kind)
     name = getattr(made, "__name__", repr(made))
     try:
-        check_options(kind, options, name)
+        check_options(get_arguments(kind), options, name)
     except SpecError as error:
         raise SpecError(f"{name} cannot be built with the options {', '.join(options) or '(none)'}: {error}") from None
     try:

@@ -228,16 +228,21 @@ class _WatchedOutcome(Outcome):
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass
 class _Pair:
     """A model and its graph, called from one state."""
 
-    def __init__(
-        self, model: nn.Module, gm: TracedModule, call: Any, state: State, whole: State, lean: bool, other: str, more: bool
-    ) -> None:
-        self.model, self.gm, self.state, self.whole, self.lean, self.other = model, gm, state, whole, lean, other
-        self.more_gradients = more
-        self.example = call
-        self.tables = {id(m._buffers): (f"{path}." if path else "", m) for path, m in model.named_modules()}
+    model: nn.Module
+    gm: TracedModule
+    example: Any
+    state: State
+    whole: State
+    lean: bool
+    other: str
+    more_gradients: bool
+
+    def __post_init__(self) -> None:
+        self.tables = {id(m._buffers): (f"{path}." if path else "", m) for path, m in self.model.named_modules()}
         self.start = get_random_state(), modes()
         self.journal = Journal()
 

@@ -100,9 +100,10 @@ def block_class(rule: Rule) -> type[nn.Module]:
 
 
 def _check_options(kind: Any, options: Mapping[str, Any]) -> None:
-    check_options(kind.at, options, kind.__name__, given=1, says="takes no option")
+    at = get_arguments(kind.at, 1)
+    check_options(at, options, kind.__name__, says="takes no option")
     if getattr(kind, "hands_on", False):  # to its constructor, whose other parameters the site gives
-        own, at = get_arguments(kind), get_arguments(kind.at, 1)
+        own = get_arguments(kind)
         known = dict.fromkeys([*(name for name in own.names if name not in own.required), *at.names])
         check_known(options, known, f"{kind.__name__} takes no option")
 

@@ -112,26 +112,14 @@ def get_arguments(target: Callable[..., Any], given: int = 0, leave: Collection[
 
 
 def check_options(
-    target: Callable[..., Any],
-    options: Collection[str],
-    name: str,
-    *,
-    given: int = 0,
-    leave: Collection[str] = (),
-    says: str = "has no option",
-    path: tuple[str, ...] = (),
-    where: object = "",
+    accepted: AcceptedArguments, options: Collection[str], name: str, says: str = "has no option", path: tuple[str, ...] = ()
 ) -> None:
-    """Raise SpecError, about `name`, if a callable does not accept the options, or requires more.
-
-    `given` and `leave` are those of `get_arguments`.
-    """
-    found = get_arguments(target, given, leave)
-    if not found.free:
-        check_known(options, found.names, f"{name} {says}", path=path, where=where)
-    missing = [f"'{option}'" for option in found.required if option not in options]
+    """Raise SpecError, about `name`, if a callable does not accept the options, or requires more."""
+    if not accepted.free:
+        check_known(options, accepted.names, f"{name} {says}", path=path)
+    missing = [f"'{option}'" for option in accepted.required if option not in options]
     if missing:
-        raise SpecError(f"{name} needs the option{'s' * (len(missing) > 1)} {', '.join(missing)}", path=path, where=where)
+        raise SpecError(f"{name} needs the option{'s' * (len(missing) > 1)} {', '.join(missing)}", path=path)
 
 
 def check_known(

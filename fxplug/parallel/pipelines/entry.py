@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -82,7 +83,8 @@ def pipefusion(
     check_integer("stages", stages, 1)
     check_integer("patches", patches, 1)
     run = patches, warmup, correct, steps, clock
-    return _made(OverlappingPipeFusion if overlap else PipeFusion, gm, (args, kwargs), run, stages, batch, split, mesh, check)
+    kind, places = OverlappingPipeFusion if overlap else PipeFusion, _Places(stages, batch, split, mesh)
+    return _make_denoiser(kind, gm, (args, kwargs), run, places, check)
 
 
 def stale_sequence(
@@ -127,7 +129,8 @@ def stale_sequence(
         VerifyError: As `pipefusion`.
     """
     check_integer("ways", ways, 1)
-    return _made(StaleSequence, gm, (args, kwargs), (ways, warmup, correct, steps, clock), 1, batch, split, mesh, check)
+    run = ways, warmup, correct, steps, clock
+    return _make_denoiser(StaleSequence, gm, (args, kwargs), run, _Places(1, batch, split, mesh), check)
 
 
 def in_steps(
@@ -190,10 +193,24 @@ def with_steps(gm: TracedModule, name: str, said: Mapping[str, Any]) -> TracedMo
     return new
 
 
-def _made(
-    kind: type[T], gm: TracedModule, call: Any, run: tuple[int, int, int, Steps, str | None], stages: int, batch: int,
-    split: Any, mesh: DeviceMesh | None, check: bool,
-) -> T:  # fmt: skip
+@dataclass(frozen=True)
+class _Places:
+    """Over which processes a denoiser runs, and where its tokens are; as `pipefusion` takes them."""
+
+    stages: int
+    batch: int
+    split: Mapping[str, int] | None
+    mesh: DeviceMesh | None
+
+
+def _make_denoiser(
+    kind: type[T],
+    gm: TracedModule,
+    call: Any,
+    run: tuple[int, int, int, Steps, str | None],
+    places: _Places,
+    check: bool,
+) -> T:
     """Make a denoiser that runs by patches, as this process runs it if there are several."""
     patches, warmup, correct, steps, clock = run
     check_integer("warmup", warmup, 1)
@@ -201,14 +218,15 @@ def _made(
         raise SpecError(
             f"correct={correct} needs the number of steps of an image: give steps=..., or a function that returns it"
         )
-    plan = parallel_plan(gm, *call, ulysses=max(2, patches), batch=batch, split=split, check=False)
+    plan = parallel_plan(gm, *call, ulysses=max(2, patches), batch=places.batch, split=places.split, check=False)
     patcher = Patcher(plan.stages[-1].found)
     patcher.run()
-    found = kind(gm, cut_stages(patcher, plan.written, stages), patches, warmup, correct, steps, clock)
+    found = kind(gm, cut_stages(patcher, plan.written, places.stages), patches, warmup, correct, steps, clock)
     if check and has_values(list(gm.state_dict().values()), plan.example):
         found.check(*plan.example)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        links, world = make_links(stages if kind.by_stages else patches, fill_degrees({"batch": batch}), mesh)
+        number = places.stages if kind.by_stages else patches
+        links, world = make_links(number, fill_degrees({"batch": places.batch}), places.mesh)
         place(plan.written, world)
         found = found.with_options(links=links)
     return found

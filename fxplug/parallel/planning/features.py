@@ -18,7 +18,7 @@ from ..runtime.layouts import Layout
 from .backward import CAT, Backward, rename_streams
 from .opened_layers import open_layers
 from .planner import make_plan, replan
-from .sharding_plan import ShardingPlan, Unsplittable
+from .sharding_plan import PlanSettings, ShardingPlan, Unsplittable
 from .streams import ArgumentSplit, Placement
 from .trials import Memory, ShardTrials, count_elements, get_name, list_leaves
 from .walk import Walk, bind, walk
@@ -72,7 +72,7 @@ class Features(Backward):
         used = sorted({stream for place in starts.values() for stream in place.layout.streams})
         table = {stream: index for index, stream in enumerate(used)}
         again: dict[fx.Node, int | Placement] = {node: rename_streams(place, table) for node, place in starts.items()}
-        return make_plan(self.walk, tries, again, streams=[self.sizes[stream] for stream in used])
+        return make_plan(self.walk, tries, again, PlanSettings(streams=[self.sizes[stream] for stream in used]))
 
     def agreed(self, pairs: list[LayerPair]) -> list[LayerPair]:
         """Return pairs of which no two split one value differently, preferring the best ones."""
@@ -264,7 +264,7 @@ def find(
     walked = walk(some, some.graphs[mode], inputs)
     starts = {n: born[str(n.target)] for n in walked.graph.nodes if n.op == "get_attr" and str(n.target) in born}
     sizes = first.sizes[: 1 + max(stream for place in born.values() for stream in place.layout.streams)]
-    found = make_plan(walked, ShardTrials(some, 0, memory=memory), starts, streams=sizes)
+    found = make_plan(walked, ShardTrials(some, 0, memory=memory), starts, PlanSettings(streams=sizes))
     replan(found, ShardTrials(some, 1, memory=memory))
     if before is None:
         found.why = {**_reasons(first, walked.graph, paths), **found.why}

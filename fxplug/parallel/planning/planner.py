@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, fx
@@ -13,7 +13,7 @@ from ...core.ir.functions import bind_attention
 from ...core.ir.graph import ENTRY
 from ...core.torch_internals import modules as pytree
 from ..runtime.layouts import Layout
-from .sharding_plan import ShardingPlan, Unsplittable
+from .sharding_plan import PlanSettings, ShardingPlan, Unsplittable
 from .short_inputs import shorten_inputs
 from .streams import ArgumentSplit, Leaf, Placement, StreamNumber
 from .trials import (
@@ -44,30 +44,26 @@ def make_plan(
     walk: Walk,
     tries: ShardTrials,
     starts: Mapping[fx.Node, int | Placement],
-    one: bool = False,
-    streams: Sequence[int] = (),
-    grains: Mapping[fx.Node, int] | None = None,
-    kind: type[Planner] | None = None,
+    settings: PlanSettings | None = None,
     *,
     like: ShardingPlan | None = None,
 ) -> ShardingPlan:
-    """Return a plan from these starts: values that are split along a dimension from there on. With `one` all are of one stream.
+    """Return a plan from these starts: values that are split along a dimension from there on.
 
-    A start that is a placement is of the streams with these sizes, which are constants in the model's code: heads, features.
-    `grains` are a token's elements at the others. `kind` is a Planner that may know more ways to run an operation. Raises
-    Unsplittable, also if a plan is not `like` another one.
+    Raises Unsplittable, also if a plan is not `like` another one.
     """
+    settings = settings or PlanSettings()
     forced: set[fx.Node] = set() if like is None else set(like.forced)
     while True:
         tries.streams.clear()
-        tries.streams.true[:] = streams
-        found = ShardingPlan(walk, tries, dict(starts), grains=dict(grains or {}), forced=forced)
-        for stream in range(len(streams)):
+        tries.streams.true[:] = settings.streams
+        found = ShardingPlan(walk, tries, dict(starts), grains=dict(settings.grains), forced=forced, settings=settings)
+        for stream in range(len(settings.streams)):
             here = ((n, p.dim) for n, p in starts.items() if isinstance(p, Placement) and stream in p.layout.streams)
             found.origins.append(next(here))
         try:
-            found = (kind or Planner)(found, one, like).run()
-            found.sizes, found.settings = list(tries.streams.true), (one, streams, grains, kind)
+            found = (settings.planner or Planner)(found, settings.one, like).run()
+            found.sizes = list(tries.streams.true)
             return found
         except NeedsGather as error:
             (node,) = error.args
@@ -79,7 +75,7 @@ def make_plan(
 
 def replan(found: ShardingPlan, tries: ShardTrials) -> None:
     """Make a plan once more, with other random values. Raises Unsplittable if it differs."""
-    make_plan(found.walk, tries, found.starts, *found.settings, like=found)
+    make_plan(found.walk, tries, found.starts, found.settings, like=found)
 
 
 class Planner:

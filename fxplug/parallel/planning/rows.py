@@ -15,7 +15,7 @@ from ..runtime.halos import Reach
 from ..runtime.layouts import Layout
 from .planner import Planner, make_plan, replan
 from .reach import ReachProbe, find_extents, find_reach, has_reach
-from .sharding_plan import ShardingPlan, Unsplittable
+from .sharding_plan import PlanSettings, ShardingPlan, Unsplittable
 from .streams import ArgumentSplit, Leaf, Placement
 from .trials import ShardTrials
 from .walk import Walk
@@ -185,7 +185,7 @@ def find_best(tries: ShardTrials, walk: Walk, split: Mapping[fx.Node, int] | Non
     for starts, tokens in _split_arguments(walk, split) if split else _choices(walk):
         table = {node: walk.values[node].shape[dim] // tokens for node, dim in starts.items()}
         try:
-            one = make_plan(walk, tries, starts, True, (), table, Spatial)
+            one = make_plan(walk, tries, starts, PlanSettings(True, grains=table, planner=Spatial))
         except Unsplittable as error:
             failed = error
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,21 @@ from .streams import ArgumentSplit, Leaf, Placement, StreamNumber
 from .trials import ShardTrials, list_leaves
 from .walk import Unsplittable as Unsplittable
 from .walk import Walk
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """How a plan is made of its starts.
+
+    With `one` all starts are of one stream. A start that is a placement is of the streams with the sizes `streams`, which are
+    constants in the model's code: heads, features. `grains` are a token's elements at the others. `planner` is a class that may
+    know more ways to run an operation.
+    """
+
+    one: bool = False
+    streams: Sequence[int] = ()
+    grains: Mapping[fx.Node, int] = field(default_factory=dict)
+    planner: type[Any] | None = None
 
 
 @dataclass
@@ -31,7 +47,7 @@ class ShardingPlan:
     forced: set[fx.Node] = field(default_factory=set)  # nodes that run on what is whole, as a later one writes into it
     divisor: int = 1  # tokens are so many times this, and the rest, wherever the plan holds
     rest: int = 0
-    settings: tuple[Any, ...] = ()  # with which it was planned, beside starts
+    settings: PlanSettings = field(default_factory=PlanSettings)  # with which it was planned, beside starts
 
     __repr__ = format_fields
 

@@ -18,7 +18,7 @@ from ...core.errors import FxplugError, SpecError, prefix_path
 from ...core.ir.traced_module import TracedModule
 from ...core.rewriter.applying import apply
 from ...core.rewriter.matcher import find
-from ...core.spec.pass_file import check_options
+from ...core.spec.pass_file import check_options, get_arguments
 from ...core.spec.rules import Pass
 from ...core.spec.yaml_source import describe_missing, validate
 from ...parallel.parallel_pass import ParallelPass
@@ -91,7 +91,7 @@ class Text:
             if isinstance(self.encode, nn.Module):
                 self.encode.to(device).eval().requires_grad_(False)
         else:
-            check_options(FolderText, use.options, "a text encoder", given=2)
+            check_options(get_arguments(FolderText, 2), use.options, "a text encoder")
             with prefix_path(use.name):
                 self.encode = self.encoder = FolderText(base / use.name, device, **use.options)
                 if use.options.get("passes"):
