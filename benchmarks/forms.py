@@ -12,6 +12,7 @@ and on other random ones. `--fit` looks for constants that lose less there, and 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -58,27 +59,39 @@ def case_of(mode: str, rows: int, inner: int, outer: int, dtype: str) -> Any:
 
 
 def calls(mode: str, case: Any) -> dict[str, Callable[[], Any]]:
-    """A call of each form."""
+    """A call of each form; in training, of the gradients of input and update, too."""
     import torch
     import torch.nn.functional as F
 
     from fxplug.blocks.low_rank import compute_update
-    from fxplug.lowerings.linear import measurement, operators
+    from fxplug.lowerings.linear import operators
 
-    if mode != "mixed":
-        return measurement.calls_of(torch.device("cpu"), case)
-    dtype, width, each = getattr(torch, case.dtype), case.rank * case.slots, -(-case.rows // 4)
-    shapes = (4, each, case.inner), (case.outer, case.inner), (case.outer,)
-    x, weight, bias = (torch.randn(shape, dtype=dtype) for shape in shapes)
-    down, up = torch.randn(width, case.inner, dtype=dtype), torch.randn(case.outer, width, dtype=dtype)
-    rows = torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]).repeat_interleave(case.rank, 1)
-    found: dict[str, Callable[[], Any]] = {
-        "stock": lambda: torch.add(F.linear(x, weight, bias), compute_update(x, down, up, rows, 0))
-    }
-    for form in ("fused", "blas") if dtype == torch.float32 else ("blas",):
-        given = (x, weight, bias, down, up, rows, case.slots, 0, form)
-        found[form] = lambda given=given: operators.run_bank_linear(*given)  # type: ignore[misc]
-    return found
+    dtype, draws, samples = getattr(torch, case.dtype), torch.Generator().manual_seed(0), 4 if mode == "mixed" else 1
+    width, each = case.rank * max(case.slots, 1), -(-case.rows // samples)
+
+    def new(*shape: int, trained: bool = False) -> Any:
+        made = (torch.randn(shape, generator=draws) * shape[-1] ** -0.5).to(dtype)
+        return made.requires_grad_(trained and mode == "training")
+
+    x, weight, bias = new(samples, each, case.inner, trained=True), new(case.outer, case.inner), new(case.outer)
+    down, up = (new(width, case.inner, trained=True), new(case.outer, width, trained=True)) if width else (x, x)
+    gates, more, run = torch.ones(()), (), operators.run_lora_linear
+    if case.slots:
+        chosen = torch.eye(4)[:samples] * torch.tensor([1.0, 1.0, 1.0, 0.0])
+        gates, more, run = chosen.repeat_interleave(case.rank, 1), (case.slots, 0), operators.run_bank_linear
+    g, wanted = new(samples, each, case.outer), [x, down, up]
+
+    def call(form: str) -> Any:
+        if mode == "plain":
+            return F.linear(x, weight, bias) if form == "stock" else operators.run_linear(x, weight, bias)
+        if form == "stock":
+            y = torch.add(F.linear(x, weight, bias), compute_update(x, down, up, gates))
+        else:
+            y = run(x, weight, bias, down, up, gates, *more, form)  # type: ignore[operator]
+        return torch.autograd.grad(y, wanted, g) if mode == "training" else y
+
+    own = ["fused"] if dtype == torch.float32 or mode == "plain" else []
+    return {form: functools.partial(call, form) for form in ("stock", *own, *(["blas"] if mode != "plain" else []))}
 
 
 def measured(mode: str, case: Any, turns: int) -> dict[str, float]:
@@ -88,7 +101,7 @@ def measured(mode: str, case: Any, turns: int) -> dict[str, float]:
     from fxplug.lowerings.linear import measurement
 
     with torch.set_grad_enabled(bool(case.grad)):
-        times = measurement._time_alternating(torch.device("cpu"), calls(mode, case), turns, 0.01)
+        times = measurement.time_in_turns(torch.device("cpu"), calls(mode, case), turns, 0.01)
     return {form: statistics.median(a / b for a, b in zip(each, times["stock"], strict=True)) for form, each in times.items()}
 
 

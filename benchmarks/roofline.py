@@ -109,8 +109,8 @@ def cases_of(kind: str, batch: int, dtype: torch.dtype = torch.bfloat16) -> Coun
     """The shapes of a model's layers that adapters are for, without a rank, and how many layers have each."""
     of = models.subject(kind, batch, dtype, "meta")
     gm, wanted = models.traced(of), set(of.layers)
-    found = [(gm, node, layer) for node, layer in list_linear(gm.graph, gm) if str(node.target) in wanted]
-    return Counter(known[1] for each in found if (known := make_case(*each)) is not None)
+    found = [make_case(gm, layer) for layer in list_linear(gm.graph, gm) if str(layer.node.target) in wanted]
+    return Counter(known[1] for known in found if known is not None)
 
 
 def calls(case: Case, device: str = "meta", dtype: torch.dtype | None = None) -> dict[str, Any]:

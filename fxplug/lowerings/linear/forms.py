@@ -7,18 +7,18 @@ import json
 import math
 import platform
 import warnings
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from ...core.errors import SpecError, did_you_mean, quote
 from ...core.ir.containers import find_tensor
 from . import devices, library, operators
-from .layers import Layer, get_argument
-from .updated import MappedLinear
+from .layers import Layer
 
 FORMS = {
     "stock": "as the pass put it in",
@@ -47,24 +47,17 @@ class Case(NamedTuple):
     mapped: int = 0
 
 
-def make_case(
-    tree: nn.Module, node: fx.Node, layer: Layer | None, dtype: torch.dtype | None = None, update: MappedLinear | None = None
-) -> tuple[torch.device, Case] | None:
-    """Return device and case of a linear layer, with the `Lora` after it, for the rows of the trace; None if unknown."""
-    read = get_argument(node, 1, "weight") if layer is None else None
-    read = read if update is None else update.weight
-    if isinstance(read, fx.Node) and read.op == "get_attr":
-        weight: Any = find_tensor(tree, str(read.target))
-    else:
-        weight = None if layer is None else layer.module.weight
-    shape, block = node.meta.get("shape"), None if layer is None else layer.block
+def make_case(tree: nn.Module, layer: Layer, dtype: torch.dtype | None = None) -> tuple[torch.device, Case] | None:
+    """Return device and case of a linear layer, with its update, for the rows of the trace; None if unknown."""
+    weight: Any = find_tensor(tree, layer.weight_name) if layer.weight_name else None
+    shape, block = layer.node.meta.get("shape"), layer.block
     if not shape or type(weight) not in (torch.Tensor, nn.Parameter) or weight.dim() != 2:
         return None
     named = str(dtype or weight.dtype).removeprefix("torch.")
     outer, inner = weight.shape
-    block = block if update is None else update.block
     rank, slots = (0, 0) if block is None else (block.rank, block.slots)
-    return weight.device, Case(named, int(math.prod(shape[:-1])), inner, outer, rank, slots, mapped=int(update is not None))
+    mapped = int(block is not None and layer.module is None)
+    return weight.device, Case(named, int(math.prod(shape[:-1])), inner, outer, rank, slots, mapped=mapped)
 
 
 def find_form(how: str) -> str:
@@ -112,7 +105,11 @@ def choose_form(case: Case, device: str) -> str:
 def choose_forms(case: Case, device: str) -> tuple[str, str]:
     """Return the form of a case in all of `operators.MODES`, as the functions there read it, and as text."""
     modes = [case._replace(compiled=int(compiled), grad=int(grad)) for compiled, grad in operators.MODES]
-    found = [choose_form(mode, classify(device)) for mode in modes]
+    return join_forms([choose_form(mode, classify(device)) for mode in modes])
+
+
+def join_forms(found: Sequence[str]) -> tuple[str, str]:
+    """Return the forms of a layer in all of `operators.MODES` as one name, and as text, which leaves out what repeats."""
     if len(set(found)) == 1:
         return found[0], found[0]
     words = zip(found, ("", " (with gradients)", " (compiled)", " (compiled, with gradients)"), strict=True)
@@ -121,7 +118,7 @@ def choose_forms(case: Case, device: str) -> tuple[str, str]:
 
 
 def choose_triton_form(known: tuple[torch.device, Case] | None) -> tuple[str, str, str | None]:
-    """Return the form of the Triton kernels for a layer in all of `operators.MODES`, as text, and why they do not support it.
+    """Return the form of the Triton kernels for a layer, as `join_forms` does, and why they do not support it.
 
     An update is added to the weight if that costs less for the rows of the trace, and nothing is trained.
     """
@@ -133,15 +130,8 @@ def choose_triton_form(known: tuple[torch.device, Case] | None) -> tuple[str, st
     reason = devices.explain_unfit(device, dtype, case.rank)
     if reason is not None:
         return "stock", "stock", reason
-    if case.slots or not library.is_cheaper(case.rows, case.outer, case.inner):
-        return "triton", "triton", None
-    modes = ["triton" if grad else "triton:weight" for _, grad in operators.MODES]
-    return ",".join(modes), f"{modes[0]}, {modes[1]} (with gradients)", None
-
-
-def make_function(form: str, slots: bool) -> tuple[Any, tuple[Any, ...]]:
-    """Return the function for a layer and its `Lora` in this form, and its last arguments."""
-    return (operators.run_bank_linear if slots else operators.run_lora_linear), () if form == "fused" else (form,)
+    on_weight = not case.slots and library.is_cheaper(case.rows, case.outer, case.inner)
+    return *join_forms(["triton:weight" if on_weight and not grad else "triton" for _, grad in operators.MODES]), None
 
 
 @functools.cache

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Sequence
+from typing import Any
 
+import torch
+
+from ...blocks.lokr import Lokr
+from ...blocks.lora import Lora
+from ...blocks.lora_weight import Dora
 from ...core import quantised
-from ...core.ir.graph import Graph, change
 from ...core.ir.traced_module import TracedModule, check_traced, copy_graphs, strip_to_container
-from . import forms, operators
-from .layers import WEIGHTS, Layer, call_instead, list_linear
-from .updated import find_mapped, fuse_mapped
+from . import forms, operators, updated
+from .layers import Layer, call_instead, get_argument, list_linear
 
 
 def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = None) -> TracedModule:
@@ -40,33 +43,38 @@ def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = Non
     tree, graphs, chosen = strip_to_container(gm), copy_graphs(gm), dict(gm.meta.get("forms", {}))
     left: dict[str, list[str]] = {}  # why kernels do not take some layers, and their paths
     for graph in graphs.values():
-        for node, layer in list_linear(graph, tree):
-            taken = text = form
-            update = find_mapped(tree, node)
-            if form == "triton" and layer is not None and layer.lora is not None:
-                taken, text, reason = forms.choose_triton_form(forms.make_case(tree, node, layer, dtype))
+        for layer in list_linear(graph, tree):
+            path, taken, text = str(layer.weight_name).rpartition(".")[0], form, form
+            if form == "triton" and isinstance(layer.block, Lora):
+                taken, text, reason = forms.choose_triton_form(forms.make_case(tree, layer, dtype))
                 if reason:
-                    left.setdefault(reason, []).append(str(node.target))
-            elif form == "auto" or update is not None and form == "triton":
-                case = forms.make_case(tree, node, layer, dtype, update)
+                    left.setdefault(reason, []).append(path)
+            elif form == "auto" or form == "triton" and layer.block is not None:
+                case = forms.make_case(tree, layer, dtype)
                 taken, text = ("stock", "stock") if case is None else forms.choose_forms(case[1], case[0].type)
-            if update is not None:
-                if taken != "stock":
-                    fuse_mapped(graph, tree, update, taken)
-                chosen[str(update.weight.target).rpartition(".")[0]] = text
-            elif layer is not None and layer.lora is not None:
-                _fuse_layer(graph, tree, layer, taken)
-                chosen[str(node.target)] = text
-            elif "fused" in taken.split(","):
-                more = (taken,) if "," in taken else ()
-                if layer is None:
-                    change(node, target=operators.run_linear, kwargs={**node.kwargs, **({"form": taken} if more else {})})
-                else:
-                    call_instead(graph, tree, node, node, operators.run_linear, [], *more)
+            if layer.block is not None:
+                chosen[path] = text
+            if taken != "stock" and (layer.block is not None or "fused" in taken.split(",")):
+                function, names, rest = find_function(layer)
+                call_instead(graph, tree, layer, function, names, *rest, *(() if taken == "fused" else (taken,)))
         graph.lint()
     if form == "triton":
         _note_others(gm, chosen, left)
     return gm.derived(tree, graphs, **({"forms": chosen} if chosen else {}))
+
+
+def find_function(layer: Layer) -> tuple[Any, Sequence[str], tuple[Any, ...]]:
+    """Return the function for a layer, the names of what it takes of the block, and what comes behind these."""
+    block, update, factors = layer.block, layer.update, ("down.weight", "up.weight")
+    if update is None:
+        return operators.run_linear, (), ()
+    if isinstance(block, Dora):
+        return updated.dora_linear, ("down", "up", "scale", "magnitude"), ()
+    if isinstance(block, Lokr):
+        return updated.lokr_linear, ("scale", *updated.FACTORS), ()
+    if block.slots:
+        return operators.run_bank_linear, factors, (get_argument(update, 2, "rows"), block.slots, block.batch_dim)
+    return operators.run_lora_linear, (*factors, "scale"), ()
 
 
 def _note_others(gm: TracedModule, chosen: dict[str, str], left: dict[str, list[str]]) -> None:
@@ -80,13 +88,3 @@ def _note_others(gm: TracedModule, chosen: dict[str, str], left: dict[str, list[
     if left:
         found = [f"{p[0]}{f' and {len(p) - 1} more' if len(p) > 1 else ''}: {reason}" for reason, p in left.items()]
         forms.warn_once(f"fuse='triton' leaves layers in their stock form: {'; '.join(found)}")
-
-
-def _fuse_layer(graph: Graph, tree: nn.Module, layer: Layer, form: str) -> None:
-    lora, block = layer.lora, layer.block
-    assert lora is not None
-    if form != "stock":
-        function, last = forms.make_function(form, bool(block.slots))
-        if block.slots:
-            last = (lora.args[2], block.slots, block.batch_dim, *last)
-        call_instead(graph, tree, lora, layer.node, function, WEIGHTS if block.slots else [*WEIGHTS, "scale"], *last)

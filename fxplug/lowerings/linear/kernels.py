@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from . import devices, library
+from . import devices
 
 INTERPRETED = tl.constexpr(devices.is_interpreted())
 # what changes with the batch: a kernel is compiled once for all numbers of them
@@ -200,12 +200,10 @@ def _gradients(ctx: Any, g: Tensor, _: Any) -> tuple[Any, ...]:
     return gx, gw, gb, gd, gu, None, None, None
 
 
-GATED = "Tensor gates, int slots, SymInt tokens"
-UPDATE = "Tensor weight, Tensor down, Tensor up, Tensor gate"
 # not `library.define`: a compiler would not see the kernels inside of what that defines
-triton_op("fxplug::triton_shrink", shrink, mutates_args=(), schema=f"(Tensor x, Tensor down, {GATED}) -> Tensor")
-triton_op("fxplug::triton_lora", lora, mutates_args=(), schema=f"({library.UPDATED}, {GATED}) -> (Tensor, Tensor)")
-triton_op("fxplug::triton_merge", merge, mutates_args=(), schema=f"({UPDATE}) -> Tensor")
+triton_op("fxplug::triton_shrink", shrink, mutates_args=())
+triton_op("fxplug::triton_lora", lora, mutates_args=())
+triton_op("fxplug::triton_merge", merge, mutates_args=())
 torch.library.register_autograd("fxplug::triton_lora", _gradients, setup_context=_saves)
 
 

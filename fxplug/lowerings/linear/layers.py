@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import fx, nn
 
 from ...blocks.base import CONVOLUTIONS
+from ...blocks.lokr import Lokr
 from ...blocks.lora import Lora
+from ...blocks.lora_weight import Dora
 from ...blocks.scale import Scale, Ssf
 from ...core import quantised
 from ...core.ir import ops
@@ -17,7 +19,6 @@ from ...core.ir.containers import find_tensor
 from ...core.ir.graph import Graph, erase, get_meta, insert, replace
 from ...core.torch_internals.modules import conv_forward, is_erased, is_hooked
 
-WEIGHTS = ["down.weight", "up.weight"]
 LAYERS: dict[str, type[nn.Module]] = {"Linear": nn.Linear, **CONVOLUTIONS, "Embedding": nn.Embedding}
 NORMS: dict[type[nn.Module], str] = {
     c: c.__name__ for c in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -42,8 +43,9 @@ class Layer(NamedTuple):
 
     `kind` is that of torch.nn's layer ("Linear", "Conv2d", "LayerNorm", ...), "" where a module is of no known kind;
     `module` is None for a product. `weight` and `bias` are the names of a module's parameters, or the values in the graph that
-    a product reads; None where there is none. `lora` and `block` are the `Lora` behind it, where `layer_at` found one to join
-    it with.
+    a product reads; None where there is none. `update` calls the `Lora` behind a module, or the `Dora` or `Lokr` that maps the
+    weight of a product, and `block` is that block, where `list_linear` found one to join the layer with; `weight` is the one
+    that it maps then.
     """
 
     node: fx.Node
@@ -51,7 +53,7 @@ class Layer(NamedTuple):
     module: Any
     weight: Any
     bias: Any
-    lora: fx.Node | None = None
+    update: fx.Node | None = None
     block: Any = None
 
     @property
@@ -59,13 +61,54 @@ class Layer(NamedTuple):
         """Input of the layer, before the edges of regions."""
         return find_inner(get_argument(self.node, 0, "input"))
 
+    @property
+    def weight_name(self) -> str | None:
+        """Name of the parameter that is the weight; None for a value that is computed."""
+        if isinstance(self.weight, fx.Node):
+            return str(self.weight.target) if self.weight.op == "get_attr" else None
+        return None if self.weight is None else str(self.weight)
 
-def list_linear(graph: fx.Graph, tree: nn.Module) -> Iterator[tuple[fx.Node, Layer | None]]:
-    """Yield the linear layers of a graph, and its calls of F.linear without a layer; the graph may change meanwhile."""
+
+def list_linear(graph: fx.Graph, tree: nn.Module) -> Iterator[Layer]:
+    """Yield the calls of nn.Linear and of F.linear, each with the update to join it with; the graph may change meanwhile."""
     for node in list(graph.nodes):
-        layer = None if is_erased(node) else layer_at(tree, node)
-        if layer is not None or (not is_erased(node) and node.target is F.linear):
-            yield node, layer
+        layer = None if is_erased(node) else get_layer(tree, node)
+        if layer is not None and layer.kind == "Linear" and layer.module is None:
+            yield find_mapping(tree, layer)
+        elif layer is not None and _is_plain(tree, node):
+            yield find_lora(tree, layer)
+
+
+def _is_plain(tree: nn.Module, node: fx.Node) -> bool:
+    """Return whether a node calls an nn.Linear with its input alone, which has parameters for a weight and a bias."""
+    module = get_called(tree, node, nn.Linear)
+    if module is None or len(node.args) != 1 or node.kwargs:
+        return False
+    return all(getattr(module, name) is module._parameters.get(name) for name in ("weight", "bias"))
+
+
+def find_lora(tree: nn.Module, layer: Layer) -> Layer:
+    """Return the nn.Linear with the `Lora` behind it that can be joined with it, if there is one."""
+    found = next(list_blocks(tree, layer.node), None)
+    if found is None:
+        return layer
+    user, block = found
+    if list(layer.node.users) != [user] or get_called(tree, user, Lora) is None or block.bias or block.dropout:
+        return layer
+    return layer if explain_misfit(block, user, layer.kind, layer.x) else layer._replace(update=user, block=block)
+
+
+def find_mapping(tree: nn.Module, layer: Layer) -> Layer:
+    """Return the call of F.linear with the `Dora` or `Lokr` that maps its weight, if nothing else reads what that gives."""
+    mapping = layer.weight
+    if not isinstance(mapping, fx.Node) or len(mapping.users) != 1 or len(mapping.args) != 1 or mapping.kwargs:
+        return layer
+    block = get_called(tree, mapping, Dora) or get_called(tree, mapping, Lokr)
+    if block is None or block.slots or len(block.shape) != 2 or getattr(mapping.args[0], "op", "") != "get_attr":
+        return layer
+    if isinstance(block, Dora) and (block.dim or block.transposed):
+        return layer
+    return layer._replace(weight=mapping.args[0], update=mapping, block=block)
 
 
 def get_layer(tree: nn.Module, node: fx.Node) -> Layer | None:
@@ -92,19 +135,6 @@ def _kind(module: nn.Module) -> str:
     if kind in CONVOLUTIONS and conv_forward(type(module)) is not conv_forward(CONVOLUTIONS[kind]):
         kind = ""
     return kind or (NORMS.get(type(module), "") if module._parameters.get("weight") is not None else "")
-
-
-def layer_at(tree: nn.Module, node: fx.Node) -> Layer | None:
-    """Return the nn.Linear that a node calls, with the `Lora` that can be joined with it."""
-    if get_called(tree, node, nn.Linear) is None or len(node.args) != 1 or node.kwargs:
-        return None
-    layer, found = get_layer(tree, node), next(list_blocks(tree, node), None)
-    if layer is None or found is None:
-        return layer
-    user, block = found
-    if list(node.users) != [user] or get_called(tree, user, Lora) is None or block.bias or block.dropout:
-        return layer
-    return layer if explain_misfit(block, user, layer.kind, layer.x) else layer._replace(lora=user, block=block)
 
 
 def get_called(tree: nn.Module, node: fx.Node, kind: type[nn.Module]) -> Any:
@@ -166,21 +196,24 @@ def find_result(node: fx.Node, block: nn.Module) -> Any:
 # --- editing a graph
 
 
-def call_instead(
-    graph: Graph, tree: nn.Module, old: fx.Node, layer: fx.Node, function: Any, more: list[str], *rest: Any
-) -> None:
-    """Replace a layer by a call of `function` with its weights: `old` is the layer, or the block after it.
+def call_instead(graph: Graph, tree: nn.Module, layer: Layer, function: Any, names: Sequence[str], *rest: Any) -> None:
+    """Replace a layer, and its update, by a call of `function`.
 
-    `more` are the weights of that block which the function takes.
+    It gets the input, weight and bias, then the tensors of the layer's block with these names, None for one that it does not
+    have, then `rest`.
     """
-    around = {"nn_module_stack": layer.meta["nn_module_stack"]}
-    weights: list[fx.Node | None] = []
-    for name in [f"{layer.target}.weight", f"{layer.target}.bias", *(f"{old.target}.{key}" for key in more)]:
-        owner, _, key = name.rpartition(".")
-        tensor = getattr(tree.get_submodule(owner), key)
-        meta = {} if tensor is None else {**get_meta(tensor), **around}
-        weights.append(None if tensor is None else insert(graph, "get_attr", name, before=old, meta=meta))
-    args = (layer.args[0], *weights, *rest)
-    replace(old, insert(graph, "call_function", function, args, before=old, meta={**old.meta, **around}))
-    if layer is not old:
-        erase([layer])
+    old, other = layer.node, layer.update
+    if other is not None and layer.module is not None:  # the `Lora` comes last
+        old, other = other, old
+    around = {"nn_module_stack": layer.node.meta["nn_module_stack"]}
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        tensor = find_tensor(tree, value)
+        return None if tensor is None else insert(graph, "get_attr", value, before=old, meta={**get_meta(tensor), **around})
+
+    own = [f"{layer.update.target}.{name}" for name in names] if layer.update is not None else []
+    given = [get_argument(layer.node, 0, "input"), *map(read, (layer.weight, layer.bias, *own)), *rest]
+    replace(old, insert(graph, "call_function", function, tuple(given), before=old, meta={**old.meta, **around}))
+    erase([] if other is None else [other])

@@ -10,7 +10,8 @@ Compiled code is kept on disk by torch and calls these by name: one that is to m
 from __future__ import annotations
 
 import itertools
-from typing import Any, NoReturn
+import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +22,7 @@ from ...core.errors import SpecError
 from ...core.torch_internals.tensors import onednn_linear
 
 ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-GATES = torch.float32  # the dtype of what gates give
 LIBRARY = torch.library.Library("fxplug", "FRAGMENT")  # type: ignore[no-untyped-call]
-UPDATED = "Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up"
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None, blas: bool = False) -> Tensor:
@@ -49,158 +48,140 @@ def compute_lora(
     """Compute x @ (weight + scale * up @ down).T + bias, for x (rows, in), in the cheaper order."""
     if is_cheaper(x.shape[0], *weight.shape):
         return multiply(x, add_update(weight, down, up, scale), bias, blas)
-    return multiply(x, weight, bias, blas).addmm_(multiply(x, down, None, blas).mul_(scale), up.t())
+    return lora_and_hidden(x, weight, bias, down, up, scale, blas)[0]
 
 
 def lora_and_hidden(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    down: Tensor,
-    up: Tensor,
-    scale: Tensor,
-    blas: bool = False,
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, blas: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Compute `compute_lora` beside the weight, and its inner values scale * x @ down.T, (rows, rank), for gradients."""
     inner = multiply(x, down, None, blas).mul_(scale)
     return multiply(x, weight, bias, blas).addmm_(inner, up.t()), inner
 
 
-def used_factors(down: Tensor, up: Tensor, take: list[float]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return down, up and gates of the slots in use, without the padding of their ranks; None if none is used."""
-    rank = down.shape[0] // len(take)
-    parts = []
-    for slot, weight in enumerate(take):
-        if weight:  # NaN is taken too
-            inner = down.narrow(0, slot * rank, rank)
-            used = int(inner.any(1).nonzero().max()) + 1 if inner.any() else 1
-            parts.append((inner[:used], up.narrow(1, slot * rank, used), down.new_full((used,), weight, dtype=GATES)))
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    downs, ups, gates = zip(*parts, strict=True)
-    return torch.cat(downs), torch.cat(ups, 1), torch.cat(gates)
+def list_channels(down: Tensor, takes: list[list[float]]) -> list[list[int]]:
+    """Return the inner channels that each of these samples needs: of its slots those that are not zero, as the padding is."""
+    rank, known = down.shape[0] // len(takes[0]), dict[int, list[int]]()
+    for slot, weights in enumerate(zip(*takes, strict=True)):
+        if any(weights):  # NaN is taken too, and what it or infinity is multiplied by
+            some = down.narrow(0, slot * rank, rank).abs().amax(1).tolist() if math.isfinite(sum(weights)) else [1] * rank
+            known[slot] = [slot * rank + i for i in range(rank) if some[i]]
+    return [[i for slot, weight in enumerate(take) if weight for i in known[slot]] for take in takes]
+
+
+def take_channels(which: list[int], down: Tensor, up: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return down, up and gates of these inner channels: views of them if they follow each other."""
+    first, count = which[0], len(which)
+    if which[-1] - first == count - 1:
+        return down.narrow(0, first, count), up.narrow(1, first, count), gates.narrow(0, first, count)
+    index = torch.tensor(which)
+    return down[index], up[:, index], gates[index]
 
 
 def compute_bank(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    down: Tensor,
-    up: Tensor,
-    rows: Tensor,
-    slots: int,
-    batch_dim: int,
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, rows: Tensor, slots: int, batch_dim: int,
     blas: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute `operators.run_bank_linear` without gradients and on a CPU."""
-    flat, batch = x.flatten(0, -2), rows.shape[0]
-    takes: list[list[float]] = rows[:, :: rows.shape[1] // slots].tolist()
+    flat, batch, shape = x.flatten(0, -2), rows.shape[0], (*x.shape[:-1], weight.shape[0])
     if not batch:
-        return x.new_empty(*x.shape[:-1], weight.shape[0])
-    shape = (*x.shape[:-1], weight.shape[0])
+        return x.new_empty(shape)
+    takes: list[list[float]] = rows[:, :: rows.shape[1] // slots].tolist()
     if all(take == takes[0] for take in takes):
-        used = used_factors(down, up, takes[0])
-        found = multiply(flat, weight, bias, blas) if used is None else compute_lora(flat, weight, bias, *used, blas)
-        return found.view(shape)
+        (which,) = list_channels(down, takes[:1])
+        if not which:
+            return multiply(flat, weight, bias, blas).view(shape)
+        return compute_lora(flat, weight, bias, *take_channels(which, down, up, rows[0]), blas).view(shape)
     if x.dim() < 2 or batch_dim < 0 or x.shape[batch_dim] % batch:  # no samples in it: what all of them take
         return (multiply(flat, weight, bias, blas) + compute_update(flat, down, up, rows, -1)).view(shape)
     if batch_dim:
         first = x.transpose(0, batch_dim)
         return compute_bank(first, weight, bias, down, up, rows, slots, 0, blas).transpose(0, batch_dim).contiguous()
-    y = multiply(flat, weight, bias, blas)
-    each, start = flat.shape[0] // batch, 0
-    for take, same in itertools.groupby(takes):
-        count = each * len(list(same))
-        used = used_factors(down, up, take)
-        if used is not None:
-            inner = multiply(flat.narrow(0, start, count), used[0], None, blas).mul_(used[2])
-            y.narrow(0, start, count).addmm_(inner, used[1].t())
+    y, each, start = multiply(flat, weight, bias, blas), flat.shape[0] // batch, 0
+    samples = zip(takes, list_channels(down, takes), rows.unbind(), strict=True)
+    for _, alike in itertools.groupby(samples, key=lambda sample: sample[0]):
+        (_, which, gates), *others = alike
+        count = each * (1 + len(others))
+        if which:
+            own, outer, gates = take_channels(which, down, up, gates)
+            inner = multiply(flat.narrow(0, start, count), own, None, blas).mul_(gates)
+            y.narrow(0, start, count).addmm_(inner, outer.t())
         start += count
     return y.view(shape)
 
 
-# --- their names in torch's library
+# --- their names in torch's library, and their gradients
 
 
-def refuse_meta(x: Tensor, weight: Tensor) -> NoReturn:
-    """Raise SpecError: the computation needs the values of a weight on the meta device."""
-    raise SpecError(
-        f"a fused layer reads a tensor {list(weight.shape)} on the meta device, which has no values, beside an input on "
-        f"{x.device}: give the tensor its values (to_empty and load_state_dict), offload with accelerate, whose hooks bring "
-        "them, or lower without fuse"
-    )
+def check_values(x: Tensor, *weights: Tensor | None) -> None:
+    """Raise SpecError for a weight on the meta device where the input has values, which the computation needs."""
+    weight = None if x.is_meta else next((each for each in weights if each is not None and each.is_meta), None)
+    if weight is not None:
+        raise SpecError(
+            f"a fused layer reads a tensor {list(weight.shape)} on the meta device, which has no values, beside an input on "
+            f"{x.device}: give the tensor its values (to_empty and load_state_dict), offload with accelerate, whose hooks "
+            "bring them, or lower without fuse"
+        )
 
 
-def define(name: str, arguments: str, results: str, run: Any, like: Any) -> None:
-    """Define an operator of torch's library; `like` computes its result on the meta device."""
+def define(name: str, run: Any, like: Any, backward: Any = None, keep_first: bool = False) -> None:
+    """Define an operator of torch's library by a function, whose annotations are its schema.
+
+    `like` computes its results on the meta device, `backward` the gradients from that of the first result. Saved are all
+    arguments, but the input only if a weight trains, and all results, but the first only with `keep_first`.
+    """
 
     def on_meta(x: Tensor, *rest: Any) -> Any:
-        if not x.is_meta:  # one of the others is: nothing that this gives would be filled
-            refuse_meta(x, next(t for t in rest if isinstance(t, Tensor) and t.is_meta))
+        check_values(x, *(each for each in rest if isinstance(each, Tensor)))  # nothing that `like` gives would be filled
         return like(x, *rest)
 
-    LIBRARY.define(f"{name}({arguments}) -> {results}")  # type: ignore[no-untyped-call]
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        (x, *weights, ctx.blas), results = inputs, output if isinstance(output, tuple) else (output,)
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.set_materialize_grads(False)  # zeros for a weight are a pass over it
+        reads = any(need for i, need in enumerate(ctx.needs_input_grad) if i not in (0, 2))
+        ctx.save_for_backward(x if reads else None, *weights, *results[not keep_first :])
+
+    LIBRARY.define(name + torch.library.infer_schema(run, mutates_args=()))  # type: ignore[no-untyped-call]
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     LIBRARY.impl(name, on_meta, "Meta")  # type: ignore[no-untyped-call]
+    if backward is not None:
+        torch.library.register_autograd(f"fxplug::{name}", backward, setup_context=save, lib=LIBRARY)
 
 
 def _rows(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-# the compiler takes oneDNN's own operator only where the second factor is a constant
-define("product", "Tensor a, Tensor b, Tensor? bias, bool blas=False", "Tensor", multiply, _rows)
-define("lora", f"{UPDATED}, Tensor scale, bool blas=False", "Tensor", compute_lora, _rows)
-define(
-    "lora_and_hidden", f"{UPDATED}, Tensor scale, bool blas=False", "(Tensor, Tensor)", lora_and_hidden,
-    lambda x, weight, bias, down, *_: (_rows(x, weight), _rows(x, down)),
-)  # fmt: skip
-define(
-    "bank", f"{UPDATED}, Tensor rows, int slots, int batch_dim, bool blas=False", "Tensor", compute_bank,
-    lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
-)  # fmt: skip
-
-
-# --- their gradients
-
-
-def _product_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, _, ctx.blas = inputs
-    ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b)
-
-
 def _product_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of a, b and the bias, if needed, for g (rows, columns)."""
-    a, b = ctx.saved_tensors
+    a, b, _ = ctx.saved_tensors
     needs, product = ctx.needs_input_grad, torch.ops.fxplug.product
     ga = product(g, b.t(), None, ctx.blas) if needs[0] else None
     gb = product(g.t(), a.t(), None, ctx.blas) if needs[1] else None
     return ga, gb, g.sum(0) if needs[2] else None, None
 
 
-def _lora_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, down, up, scale, ctx.blas = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x, weight, down, up, scale, output[1])
-
-
 def _lora_backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     """Return the gradients of the first result, for g (rows, out): that of x is the same product with transposed weights."""
-    x, weight, down, up, scale, hidden = ctx.saved_tensors
+    x, weight, _, down, up, scale, hidden = ctx.saved_tensors
     needs, blas, product = ctx.needs_input_grad, ctx.blas, torch.ops.fxplug.product
-    gx = inner = None
+    gx = inner = gd = gu = None
     if needs[0]:
         gx, inner = torch.ops.fxplug.lora_and_hidden(g, weight.t(), None, up.t(), down.t(), scale, blas)
     again = torch.is_grad_enabled()  # a gradient of this one goes through the inner values, too
-    if again:
-        hidden = product(x, down, None, blas) * scale
-    if again or inner is None:
-        inner = product(g, up.t(), None, blas) * scale
+    if needs[3]:
+        inner = product(g, up.t(), None, blas) * scale if again or inner is None else inner
+        gd = product(inner.t(), x.t(), None, blas)
+    if needs[4]:
+        hidden = product(x, down, None, blas) * scale if again else hidden
+        gu = product(hidden.t(), g.t(), None, blas).t()  # (rank, out): a product reads its second factor in either layout
     gw = product(g.t(), x.t(), None, blas) if needs[1] else None
-    # (rank, out) and not (out, rank): a product reads its second factor in either layout at full speed
-    gd, gu = product(inner.t(), x.t(), None, blas), product(hidden.t(), g.t(), None, blas).t()
     return gx, gw, g.sum(0) if needs[2] else None, gd, gu, None, None
 
 
-torch.library.register_autograd("fxplug::product", _product_backward, setup_context=_product_saves, lib=LIBRARY)
-torch.library.register_autograd("fxplug::lora_and_hidden", _lora_backward, setup_context=_lora_saves, lib=LIBRARY)
+# the compiler takes oneDNN's own operator only where the second factor is a constant
+define("product", multiply, _rows, _product_backward)
+define("lora", compute_lora, _rows)
+define("lora_and_hidden", lora_and_hidden, lambda x, weight, bias, down, *_: (_rows(x, weight), _rows(x, down)), _lora_backward)
+define("bank", compute_bank, lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]))

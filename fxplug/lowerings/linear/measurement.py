@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
+from ...blocks.lora import Lora
 from ...blocks.low_rank import compute_update
 from ...core.errors import SpecError, cut_lines, format_fields, quote
 from ...core.ir.traced_module import TracedModule, check_traced
@@ -99,18 +101,16 @@ def tune(
         raise SpecError(f"turns must be a whole number from 1 to {MOST}, not {quote(turns)}")
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     rows = rows_of(gm, args, kwargs or {}) if args or kwargs else {}
-    found: dict[Case, list[Any]] = {}
-    device = torch.device("cpu")
-    graph: Any = gm.graph
-    for node, layer in list_linear(graph, gm):
-        known = None if layer is None or layer.lora is None else make_case(gm, node, layer)
+    found: dict[Case, tuple[torch.device, list[str]]] = {}
+    for layer in list_linear(gm.graph, gm):
+        known = make_case(gm, layer) if isinstance(layer.block, Lora) else None
         if known is not None:
-            path, (device, case) = str(node.target), known
+            path, (device, case) = str(layer.node.target), known
             case = case._replace(rows=rows.get(path, case.rows), compiled=int(compiled))
-            found.setdefault(case, []).append(path)
+            found.setdefault(case, (device, []))[1].append(path)
     if not found:
         raise SpecError("nothing to tune: no linear layer here has a Lora that could be fused with it")
-    return Tuned([measure(device, case, names, turns) for case, names in sorted(found.items())])
+    return Tuned([measure(device, case, names, turns) for case, (device, names) in sorted(found.items())])
 
 
 def rows_of(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
@@ -127,70 +127,47 @@ def rows_of(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return found
 
 
+@torch.no_grad()
 def measure(device: torch.device, case: Case, names: Sequence[str], turns: int) -> Timing:
     """Return the timing of one case."""
-    with torch.set_grad_enabled(bool(case.grad)):
-        calls = {form: _ready(call, bool(case.compiled)) for form, call in calls_of(device, case).items()}
-        times = _time_alternating(device, calls, turns, LEAST)
+    calls = {form: _ready(call, bool(case.compiled)) for form, call in make_calls(device, case).items()}
+    times, ratios = time_in_turns(device, calls, turns, LEAST), {}
+    for form, spent in times.items():
+        each = [one / stock for one, stock in zip(spent, times["stock"], strict=True)]
+        ratios[form] = (statistics.median(each), statistics.quantiles(each, n=4)[2] if turns > 1 else each[0])
     milliseconds = {form: 1000 * statistics.median(each) for form, each in times.items()}
-    return Timing(case, forms.choose_form(case, forms.classify(device.type)), milliseconds, _ratios(times, "stock"), names)
+    return Timing(case, forms.choose_form(case, forms.classify(device.type)), milliseconds, ratios, names)
 
 
-def _time_alternating(device: torch.device, calls: dict[str, Any], turns: int, least: float) -> dict[str, list[float]]:
-    """Return the seconds of each call in each turn, in alternating order."""
+def time_in_turns(
+    device: torch.device, calls: Mapping[str, Callable[[], Any]], turns: int, least: float
+) -> dict[str, list[float]]:
+    """Return the seconds of each call in each turn, of at least so many seconds; every second turn is the other way round."""
     repeats = {form: max(1, round(least / max(_time(device, call, 1), 1e-6))) for form, call in calls.items()}
     times: dict[str, list[float]] = {form: [] for form in calls}
     for turn in range(turns):
-        for form in list(calls) if turn % 2 else reversed(calls):
+        for form in list(calls) if turn % 2 else reversed(list(calls)):
             times[form].append(_time(device, calls[form], repeats[form]))
     return times
 
 
-def _ratios(times: Mapping[str, Sequence[float]], over: str) -> dict[str, tuple[float, float]]:
-    """Return the median and the upper quartile of each form's time relative to that of another in the same turn."""
-    ratios = {}
-    for form, spent in times.items():
-        each = [one / base for one, base in zip(spent, times[over], strict=True)]
-        ratios[form] = (statistics.median(each), statistics.quantiles(each, n=4)[2] if len(each) > 1 else each[0])
-    return ratios
-
-
-def calls_of(device: torch.device, case: Case) -> dict[str, Callable[[], Any]]:
-    """Return a call of each form that this device supports, on tensors of the case's shape; `case.grad`: with gradients."""
-    dtype, slots, grad = getattr(torch, case.dtype), case.slots, bool(case.grad)
-    inner, draws = case.rank * max(slots, 1), torch.Generator(device).manual_seed(0)
-
-    def new(*shape: int, trained: bool = False) -> Tensor:
-        made: Tensor = torch.randn(shape, device=device, dtype=torch.float32, generator=draws) * shape[-1] ** -0.5
-        return made.to(dtype).requires_grad_(trained and grad)
-
-    x, weight, bias = new(1, case.rows, case.inner, trained=True), new(case.outer, case.inner), new(case.outer)
-    down, up = (new(inner, case.inner, trained=not slots), new(case.outer, inner, trained=not slots)) if inner else (x, x)
-    uniform = torch.tensor([1.0] + [0.0] * (slots - 1) if slots else 1.0, device=device, dtype=torch.float32)
-    rows = uniform.repeat_interleave(case.rank)[None] if slots else uniform
-    rest: tuple[Any, ...] = (rows, slots) if slots else (rows,)
-    wanted = [tensor for tensor in ((x, down, up) if inner else (x,)) if tensor.requires_grad]
-    g = new(1, case.rows, case.outer)
-
-    def ready(function: Any, *given: Any) -> Callable[[], Any]:
-        def call() -> Any:
-            y = function(*given)
-            return torch.autograd.grad(y, wanted, g) if grad else y
-
-        return call
-
-    if not inner:
-        return {"stock": ready(F.linear, x, weight, bias), "fused": ready(operators.run_linear, x, weight, bias)}
-
-    def stock() -> Any:
-        return torch.add(F.linear(x, weight, bias), compute_update(x, down, up, rows))
-
-    found = {"stock": ready(stock)}
-    own = device.type != "cpu" or dtype == torch.float32
-    for form in (["fused"] if own else []) + (["blas"] if device.type == "cpu" else []):
-        function, last = forms.make_function(form, bool(slots))
-        given = (x, weight, bias, down, up, *rest, *((0,) if slots else ()), *last)
-        found[form] = ready(function, *given)
+def make_calls(device: torch.device, case: Case) -> dict[str, Callable[[], Any]]:
+    """Return a call of each form that this device supports, on tensors of the case's shape, for one adapter."""
+    dtype, draws, width = getattr(torch, case.dtype), torch.Generator(device).manual_seed(0), case.rank * max(case.slots, 1)
+    shapes = (1, case.rows, case.inner), (case.outer, case.inner), (case.outer,), (width, case.inner), (case.outer, width)
+    x, weight, bias, down, up = (
+        (torch.randn(shape, device=device, generator=draws) * shape[-1] ** -0.5).to(dtype) for shape in shapes
+    )
+    gates, more, run = torch.ones((), device=device), tuple[Any, ...](), cast(Any, operators.run_lora_linear)
+    if case.slots:
+        gates, more, run = torch.zeros(1, width, device=device), (case.slots, 0), operators.run_bank_linear
+        gates[:, : case.rank] = 1
+    found: dict[str, Callable[[], Any]] = {
+        "stock": lambda: torch.add(F.linear(x, weight, bias), compute_update(x, down, up, gates))
+    }
+    for form in ("fused", "blas") if device.type == "cpu" else ("fused",):
+        if form == "blas" or device.type != "cpu" or dtype == torch.float32:
+            found[form] = functools.partial(run, x, weight, bias, down, up, gates, *more, form)
     return found
 
 

@@ -30,11 +30,11 @@ MODES = ((False, False), (False, True), (True, False), (True, True))  # compiled
 KEPT = ContextVar("KEPT", default=False)  # whether what an export gives is compiled here
 
 
-def make_operator(name: str, arguments: str) -> Callable[[Run], Run]:
+def make_operator(name: str) -> Callable[[Run], Run]:
     """Make a decorator that calls a function through an operator of torch's library, of this name, under a compiler."""
 
     def decorate(run: Run) -> Run:
-        library.LIBRARY.define(f'{name}({arguments}, str form="fused") -> Tensor')  # type: ignore[no-untyped-call]
+        library.LIBRARY.define(name + torch.library.infer_schema(run, mutates_args=()))  # type: ignore[no-untyped-call]
         library.LIBRARY.impl(name, run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
 
         @functools.wraps(run)
@@ -47,7 +47,7 @@ def make_operator(name: str, arguments: str) -> Callable[[Run], Run]:
     return decorate
 
 
-@make_operator("linear", "Tensor x, Tensor weight, Tensor? bias=None")
+@make_operator("linear")
 def run_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = "fused") -> Tensor:
     """Compute `torch.nn.functional.linear`, up to rounding: x (..., in), weight (out, in), bias (out,)."""
     x, weight, bias = _cast(x, weight, bias)
@@ -59,12 +59,11 @@ def run_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str 
     return product(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
-@make_operator("linear_with_lora", f"{library.UPDATED}, Tensor scale")
+@make_operator("linear_with_lora")
 def run_lora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, form: str = "fused"
 ) -> Tensor:
-    """Compute linear(x, weight, bias) + scale * linear(linear(x, down), up): a layer and its `Lora`. what a layer and its
-    `Lora` give together.
+    """Compute linear(x, weight, bias) + scale * linear(linear(x, down), up): a layer and its `Lora`.
 
     x is (..., in), weight (out, in), bias (out,), down (rank, in), up (out, rank), scale one number.
     """
@@ -92,7 +91,7 @@ def run_lora_linear(
     return y.view(shape)  # type: ignore[no-any-return]
 
 
-@make_operator("bank_linear", f"{library.UPDATED}, Tensor rows, int slots, int batch_dim=0")
+@make_operator("bank_linear")
 def run_bank_linear(
     x: Tensor,
     weight: Tensor,
@@ -172,10 +171,7 @@ def _cast(x: Tensor, *rest: Any) -> tuple[Any, ...]:
     uninitialised memory.
     """
     kind = x.device.type
-    if kind != "meta":
-        for weight in rest:
-            if weight is not None and weight.is_meta:
-                library.refuse_meta(x, weight)
+    library.check_values(x, *rest)
     if kind == "meta" or not torch.is_autocast_enabled(kind):  # which torch refuses to say of the meta device
         return x, *rest
     dtype = torch.get_autocast_dtype(kind)

@@ -11,61 +11,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor
 
-from ...blocks.lokr import Lokr
-from ...blocks.lora_weight import Dora
 from ...blocks.low_rank import decompose, divide_by_norm, make_factor, make_kronecker
-from ...core.ir.graph import Graph, erase_unused, get_meta, insert, replace
 from . import library, operators
-from .layers import get_argument, get_called
 from .operators import Run
-
-
-class MappedLinear:
-    """A call of F.linear whose weight is mapped by a `Dora` or a `Lokr` that nothing else reads."""
-
-    def __init__(self, node: fx.Node, mapping: fx.Node, block: Any) -> None:
-        self.node, self.mapping, self.block = node, mapping, block
-        self.weight: fx.Node = mapping.args[0]  # type: ignore[assignment]
-
-
-def find_mapped(tree: nn.Module, node: fx.Node) -> MappedLinear | None:
-    """Return the layer with its update, if it has a form of its own; None for any other node."""
-    mapping = get_argument(node, 1, "weight") if node.target is F.linear else None
-    if not isinstance(mapping, fx.Node) or len(mapping.users) != 1 or len(mapping.args) != 1 or mapping.kwargs:
-        return None
-    block: Any = get_called(tree, mapping, Dora) or get_called(tree, mapping, Lokr)
-    read = mapping.args[0]
-    if block is None or block.slots or len(block.shape) != 2 or getattr(read, "op", "") != "get_attr":
-        return None
-    return None if isinstance(block, Dora) and (block.dim or block.transposed) else MappedLinear(node, mapping, block)
-
-
-def fuse_mapped(graph: Graph, tree: nn.Module, found: MappedLinear, form: str) -> None:
-    """Replace a layer and its update by one function."""
-    node, path = found.node, str(found.mapping.target)
-    around = {"nn_module_stack": node.meta["nn_module_stack"]}
-
-    def read(name: str) -> fx.Node:
-        tensor = getattr(found.block, name)
-        return insert(graph, "get_attr", f"{path}.{name}", before=node, meta={**get_meta(tensor), **around})
-
-    there = {"scale", *(name for name, _ in found.block.named_parameters())}
-    names = ("down", "up", "scale", "magnitude") if isinstance(found.block, Dora) else ("scale", *FACTORS)
-    function: Any = dora_linear if isinstance(found.block, Dora) else lokr_linear
-    given = [get_argument(node, 0, "input"), found.weight, get_argument(node, 2, "bias")]
-    args = (*given, *(read(name) if name in there else None for name in names), *(() if form == "fused" else (form,)))
-    replace(node, insert(graph, "call_function", function, args, before=node, meta={**node.meta, **around}))
-    erase_unused([found.mapping], lambda n: True)
-
 
 # --- the functions that stand in a graph
 
 FACTORS = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
 
 
-@operators.make_operator("linear_with_dora", f"{library.UPDATED}, Tensor scale, Tensor magnitude")
+@operators.make_operator("linear_with_dora")
 def dora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, magnitude: Tensor,
     form: str = "fused",
@@ -84,9 +41,7 @@ def dora_linear(
     return call(given, weight, bias, down, up, scale, magnitude, way == "blas")[0].view(*x.shape[:-1], len(weight))
 
 
-@operators.make_operator(
-    "linear_with_lokr", "Tensor x, Tensor weight, Tensor? bias, Tensor scale, " + ", ".join(f"Tensor? {n}" for n in FACTORS)
-)
+@operators.make_operator("linear_with_lokr")
 def lokr_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, w1: Tensor | None, w1_a: Tensor | None,
     w1_b: Tensor | None, w2: Tensor | None, w2_a: Tensor | None, w2_b: Tensor | None, form: str = "fused",
@@ -107,9 +62,7 @@ def lokr_linear(
 
 def _form_of_call(form: str, x: Tensor, weight: Tensor, *rest: Tensor | None) -> str:
     """Return the form of a call: `stock` if the base trains, and in an export."""
-    for tensor in (weight, *rest):
-        if tensor is not None and tensor.is_meta and not x.is_meta:
-            library.refuse_meta(x, tensor)
+    library.check_values(x, weight, *rest)
     plain = torch.compiler.is_exporting() or x.dim() < 2 or not x.numel() or operators.is_training(weight)
     return "stock" if plain else operators._form(form, operators.is_training(x, *rest))
 
@@ -177,17 +130,13 @@ def magnitude_gradient(
 
 def _differentiable(inputs: tuple[Any, ...], needs: tuple[bool, ...], whole: Tensor, g: Tensor) -> tuple[Tensor | None, ...]:
     """Return gradients that can be differentiated again, by torch's own operations on the whole weight."""
-    y = F.linear(inputs[0], whole.to(inputs[0].dtype), inputs[2])
-    wanted = [tensor for tensor, need in zip(inputs, needs, strict=False) if need]
+    x, *weights = inputs
+    if x is None:  # which was not saved: no gradient depends on its values
+        x = g.new_zeros(len(g), whole.shape[1], requires_grad=needs[0])
+    y = F.linear(x, whole.to(x.dtype), weights[1])
+    wanted = [tensor for tensor, need in zip((x, *weights), needs, strict=False) if need]
     found = iter(torch.autograd.grad(y, wanted, g, create_graph=True))
     return tuple(next(found) if need else None for need in needs)
-
-
-def _dora_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, bias, down, up, scale, magnitude, ctx.blas = inputs
-    ctx.mark_non_differentiable(output[1], output[2])
-    ctx.set_materialize_grads(False)  # zeros for a weight are a pass over it
-    ctx.save_for_backward(x, weight, bias, down, up, scale, magnitude, *output)
 
 
 def _dora_backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -198,17 +147,10 @@ def _dora_backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         return _differentiable((x, weight, bias, down, up, scale, magnitude), needs, whole, g)
     ratio = (divide_by_norm(magnitude.flatten(), norm) * scale).to(g.dtype)[:, None]
     gx = torch.ops.fxplug.product(g, changed.t(), None, ctx.blas) if needs[0] else None
-    inner, hidden = g @ (up.to(g.dtype) * ratio), x @ down.to(x.dtype).t()
-    gd, gu = inner.t() @ x, (g.t() @ hidden) * ratio
+    gd = ((g @ (up.to(g.dtype) * ratio)).t() @ x).to(down.dtype) if needs[3] else None
+    gu = ((g.t() @ (x @ down.to(x.dtype).t())) * ratio).to(up.dtype) if needs[4] else None
     gm = torch.ops.fxplug.magnitude_gradient(g, y, x, weight, bias, down, up, scale, magnitude, norm) if needs[6] else None
-    return gx, None, g.sum(0) if needs[2] else None, gd.to(down.dtype), gu.to(up.dtype), None, gm, None
-
-
-def _lokr_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.blas = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[1])
+    return gx, None, g.sum(0) if needs[2] else None, gd, gu, None, gm, None
 
 
 def _lokr_backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
@@ -219,29 +161,22 @@ def _lokr_backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         whole = weight + scale * make_kronecker(first, second)
         return _differentiable((x, weight, bias, first, second, scale), ctx.needs_input_grad, whole, g)
     needs, (a, c), (b, d), rows = ctx.needs_input_grad, first.shape, second.shape, len(g)
-    parts, blocks = x.reshape(-1, d), g.reshape(rows, a, b)
-    hidden = (parts @ second.to(x.dtype).t()).view(rows, c, b)
-    inner = torch.bmm(first.to(g.dtype).t().expand(rows, c, a), blocks).view(-1, b)
-    gx = torch.ops.fxplug.product(g, changed.t(), None, ctx.blas) if needs[0] else None
-    g1, g2 = torch.bmm(blocks, hidden.transpose(1, 2)).sum(0) * scale, (inner.t() @ parts) * scale
-    return gx, None, g.sum(0) if needs[2] else None, g1.to(first.dtype), g2.to(second.dtype), None, None
+    gx = g1 = g2 = None
+    if needs[0]:
+        gx = torch.ops.fxplug.product(g, changed.t(), None, ctx.blas)
+    if needs[3]:
+        hidden = (x.reshape(-1, d) @ second.to(x.dtype).t()).view(rows, c, b)
+        g1 = (torch.bmm(g.reshape(rows, a, b), hidden.transpose(1, 2)).sum(0) * scale).to(first.dtype)
+    if needs[4]:
+        inner = torch.bmm(first.to(g.dtype).t().expand(rows, c, a), g.reshape(rows, a, b)).view(-1, b)
+        g2 = ((inner.t() @ x.reshape(-1, d)) * scale).to(second.dtype)
+    return gx, None, g.sum(0) if needs[2] else None, g1, g2, None, None
 
 
 def _like(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return x.new_empty(len(x), len(weight)), x.new_empty(weight.shape)
 
 
-library.define(
-    "dora", f"{library.UPDATED}, Tensor scale, Tensor magnitude, bool blas=False", "(Tensor, Tensor, Tensor)", dora,
-    lambda x, weight, *_: (*_like(x, weight), weight.new_empty(len(weight))),
-)  # fmt: skip
-library.define(
-    "lokr", "Tensor x, Tensor weight, Tensor? bias, Tensor first, Tensor second, Tensor scale, bool blas=False",
-    "(Tensor, Tensor)", lokr, _like,
-)  # fmt: skip
-library.define(
-    "magnitude_gradient", "Tensor g, Tensor y, " + library.UPDATED + ", Tensor scale, Tensor magnitude, Tensor norm", "Tensor",
-    magnitude_gradient, lambda *given: torch.empty_like(given[8]),
-)  # fmt: skip
-torch.library.register_autograd("fxplug::dora", _dora_backward, setup_context=_dora_saves, lib=library.LIBRARY)
-torch.library.register_autograd("fxplug::lokr", _lokr_backward, setup_context=_lokr_saves, lib=library.LIBRARY)
+library.define("dora", dora, lambda x, w, *_: (*_like(x, w), w.new_empty(len(w))), _dora_backward, keep_first=True)
+library.define("lokr", lokr, _like, _lokr_backward)
+library.define("magnitude_gradient", magnitude_gradient, lambda *given: torch.empty_like(given[8]))
