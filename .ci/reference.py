@@ -26,7 +26,7 @@ With `--json` a verb prints one JSON value and nothing else on stdout, and an er
 class), `message`, and where they are known `where`, `key`, `found`, `nearest`, `do`, `notes` and `log`.
 `fxplug --install-completion` lets the shell complete verbs, options, configurations and passes.
 """
-PASSES = """# Passes
+PASSES = """# Shipped passes
 
 Written by `make pages`. Each pass has a page with its parameters and the diff that it makes on a small model;
 `fxplug passes NAME --page` prints it. How to write a pass: [guide](../guides/passes.md).

@@ -41,7 +41,8 @@ def make_page(name: str | Path) -> str:
         "passes": [{str(name): given} if given else str(name)],
     }
     result = rewrite(config, dry_run=True)
-    sections = [f"# {draft.name}", str(data.get("about", "")), *_numerics(data), *_papers(data), *_parameters(draft)]
+    title = name if name in list_shipped("passes") else draft.name
+    sections = [f"# {title}", str(data.get("about", "")), *_numerics(data), *_papers(data), *_parameters(draft)]
     return "\n\n".join([*sections, *_inputs(result), *_example(str(name), given, result)]) + "\n"
 
 
