@@ -71,9 +71,10 @@ kernels: install  ## prove the Triton kernels without a GPU: values, what they c
 	$(BIN)/python -W ignore tests/kernels_compiled.py
 
 pages: export HF_HUB_OFFLINE = 1
-pages: install  ## write what the code says of itself below docs/reference: passes, verbs, keys
+pages: install  ## write what the code says of itself below docs/reference (passes, verbs, keys) and docs/families (recipes, memory)
 	$(BIN)/fxplug passes --pages docs/reference/passes
 	$(BIN)/python .ci/reference.py docs/reference
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python .ci/families.py docs/families
 
 docs: $(DOCS)  ## build the documentation into out/docs: open out/docs/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .ci/mkdocs.yml

@@ -10,17 +10,24 @@ from typing import Any
 
 DOCS = Path(__file__).parents[1] / "docs"
 API = ("core", "adapters", "lowering", "exports", "training", "pipelines", "step_caches", "parallel", "more")
-GUIDES = """
-    configurations passes training pipelines adapters hub exports step_caches parallel report tracing
-    coming-from hcp zhijian extending
-""".split()  # noqa: SIM905
+TUTORIALS = (  # in the order of learning
+    "vision_head", "diffusion_lora", "from_other_files", "many_adapters", "controlnet", "own_method", "two_processes",
+)  # fmt: skip
 SECTIONS: dict[str, list[Any]] = {
-    "Tutorials": ["tutorials/*.ipynb"],
-    "Guides": [f"guides/{name}.md" for name in GUIDES],
+    "Tutorials": [f"tutorials/{name}.ipynb" for name in TUTORIALS],
+    "Train": ["guides/training.md", "guides/methods.md", "guides/other-trainers.md"],
+    "Models": ["families/index.md", "families/*.md"],
+    "Adapters": ["guides/adapters.md", "guides/hub.md"],
+    "Pipelines": ["guides/pipelines.md", "guides/step_caches.md"],
+    "Export and ship": ["guides/exports.md", "guides/parallel.md"],
+    "Write a method": [f"guides/{name}.md" for name in ("configurations", "passes", "extending", "tracing", "report")],
+    "Come from": [f"guides/{name}.md" for name in ("coming-from", "hcp", "zhijian")],
     "Reference": [
         "reference/verbs.md", "reference/keys.md", {"Passes": ["reference/passes.md", "reference/passes/**/*.md"]},
         {"Python": [f"reference/api/{name}.md" for name in API]}, "reference/errors.md", "reference/adapter_files.md",
+        "skill.md",
     ],
+    "Results": ["measured.md", "matrix.md"],
 }  # fmt: skip
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
@@ -42,7 +49,7 @@ def _files(patterns: list[Any]) -> list[Any]:
             found += [{title: _files(inner)} for title, inner in pattern.items()]
         else:
             found += [path.relative_to(DOCS).as_posix() for path in sorted(DOCS.glob(pattern))]
-    return found
+    return [page for n, page in enumerate(found) if page not in found[:n]]
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -5,7 +5,8 @@
     ```yaml title="a.yaml"     is written to that file, as is any language with a title
     ```yaml                    is read as a configuration, a part of one, or a pass
     <!-- hidden: ... -->       Python that is run and not shown: it makes the small model that a page speaks of
-    <!-- not run: reason -->   leaves out the block that follows
+    <!-- not run: reason -->   leaves out the block that follows; its Python is compiled
+    <!-- needs: library -->    runs the block that follows where the library is installed, and compiles it where it is not
     ...                        in what is printed stands for any text
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import importlib.util
 import io
 import os
 import re
@@ -33,7 +35,7 @@ from fxplug.__main__ import app
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(
     r'^( *)```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<code>.*?)^\1```$'
-    r"|^<!-- (?P<note>hidden|not run):\s(?P<text>.*?)-->$",
+    r"|^<!-- (?P<note>hidden|not run|needs):\s(?P<text>.*?)-->$",
     re.MULTILINE | re.DOTALL,
 )
 RUN = ("python", "console", "yaml")
@@ -45,32 +47,35 @@ CHECKER, FLAGS = doctest.OutputChecker(), doctest.ELLIPSIS | doctest.NORMALIZE_W
 
 @dataclass
 class Block:
-    """A piece of code: its language ("hidden" for what is not shown), the line it begins at, and why it is not run."""
+    """A piece of code: its language ("hidden" for what is not shown), first line, why it is not run, the library it needs."""
 
     language: str
     code: str
     line: int
     title: str | None = None
     not_run: str | None = None
+    needs: str | None = None
     prints: str | None = None
 
 
 def blocks(text: str) -> list[Block]:
     """The blocks of a page in their order."""
     found: list[Block] = []
-    reason = end = None
+    notes: dict[str, str]
+    end, notes = None, {}
     for match in BLOCK.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
-        if match["note"] == "not run":
-            reason = " ".join(match["text"].split())
+        if match["note"] in ("not run", "needs"):
+            notes[match["note"]] = " ".join(match["text"].split())
             continue
         if match["note"]:
             found.append(Block("hidden", textwrap.dedent(match["text"]), line))
         elif match["language"] in SHOWN and found and end is not None and not text[end : match.start()].strip():
             found[-1].prints = match["code"]
         else:
-            found.append(Block(match["language"], textwrap.dedent(match["code"]), line, match["title"], reason))
-        reason, end = None, match.end()
+            code = textwrap.dedent(match["code"])
+            found.append(Block(match["language"], code, line, match["title"], notes.get("not run"), notes.get("needs")))
+        end, notes = match.end(), {}
     return found
 
 
@@ -82,9 +87,10 @@ def run(page: Path) -> None:
     space: dict[str, Any] = {"__name__": "page"}
     for block in blocks(page.read_text("utf-8")):
         where = f"{page.relative_to(ROOT)}:{block.line}"
-        if block.not_run:
-            continue
         try:
+            if block.not_run or (block.needs and importlib.util.find_spec(block.needs) is None):
+                compile(block.code if block.language == "python" else "", where, "exec")
+                continue
             _run(block, space, where)
         except AssertionError:
             raise

@@ -32,12 +32,14 @@ VIEWS = re.compile(
 
 @dataclass
 class Model:
-    """A model as published: how it is made, the call that it gets, its parameters and those of what is beside it, in 10^9."""
+    """A model as published: how it is made, the call that it gets, and in 10^9 its parameters, those of text encoders and
+    VAE, and those of a second denoiser, which is quantised as the first."""
 
     make: Callable[[], nn.Module]
     call: dict[str, Any]
     published: float
     beside: float = 0.0
+    twin: float = 0.0
 
 
 @dataclass
@@ -48,6 +50,17 @@ class Count:
     parameters: int
     published: float
     gigabytes: int
+
+
+@dataclass
+class Traced:
+    """A recipe's model on the meta device, rewritten by the recipe's passes: sites by pass, numbers that train."""
+
+    config: Any
+    module: Any
+    sites: dict[str, Any]
+    frozen: int
+    trains: int
 
 
 def backbone(name: str, published: float, side: int = 224, **options: Any) -> Model:
@@ -68,8 +81,8 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def denoiser(kind: str, call: dict[str, Any], published: float, beside: float, **config: Any) -> Model:
-    return Model(lambda: getattr(diffusers, kind)(**config).to(torch.bfloat16), call, published, beside)
+def denoiser(kind: str, call: dict[str, Any], published: float, beside: float, twin: float = 0.0, **config: Any) -> Model:
+    return Model(lambda: getattr(diffusers, kind)(**config).to(torch.bfloat16), call, published, beside, twin)
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -118,7 +131,7 @@ def ideogram4() -> Model:
     tokens = {"position_ids": (1, 4352, 3), "segment_ids": (1, 4352), "indicator": (1, 4352)}
     call = {"hidden_states": half(1, 4352, 128), "encoder_hidden_states": half(1, 4352, 53248), "timestep": half(1),
             **{name: empty(*shape, dtype=torch.int64) for name, shape in tokens.items()}}  # fmt: skip
-    return denoiser("Ideogram4Transformer2DModel", call, 9.28, 8.2 + 9.28 * 0.55 / 2)
+    return denoiser("Ideogram4Transformer2DModel", call, 9.28, 8.2, twin=9.28)
 
 
 def flux3() -> Model:
@@ -140,10 +153,10 @@ def krea2() -> Model:
 
 
 def wan() -> Model:
-    """One of the two denoisers of Wan 2.2; the other one is quantised as well, which is 0.55 of 2 bytes."""
+    """One of the two denoisers of Wan 2.2; the other one is quantised as well."""
     call = {"hidden_states": half(1, 16, 1, 64, 64), "timestep": empty(1, dtype=torch.int64),
             "encoder_hidden_states": half(1, 512, 4096)}  # fmt: skip
-    return denoiser("WanTransformer3DModel", call, 14.3, 5.81 + 14.3 * 0.55 / 2)
+    return denoiser("WanTransformer3DModel", call, 14.3, 5.81, twin=14.3)
 
 
 def ltx2() -> Model:
@@ -230,28 +243,39 @@ EXPECTED = {
 }
 
 
-def count(name: str) -> Count:
+def trace_recipe(name: str) -> Traced:
     model, config = MODELS[name], fxplug.load_config(list_recipes()[name])
     with torch.device("meta"):
         made = model.make().eval()
         gm = fxplug.trace(made, kwargs=model.call)
         found = {}
         for each in config.passes:
-            found[each.name] = len(fxplug.find(gm, each))
+            found[each.name] = fxplug.find(gm, each)
             gm = fxplug.apply(gm, each)
     assert config.train is not None
     total = sum(p.numel() for p in made.parameters())
     trains = sum(p.numel() for p in gm.parameters()) - total
     trains += sum(p.numel() for n, p in made.named_parameters() if n.startswith(tuple(f"{t}." for t in config.train.trainable)))
-    of_pipeline = config.model.kind == "pipeline"
-    quantize = getattr(config.model, "quantize", None)
-    weights = total * (BYTES[quantize] if of_pipeline else 4.0) + model.beside * 1e9 * 2
-    part = getattr(config.model, "part", None)
+    return Traced(config, gm, found, total, trains)
+
+
+def count_bytes(name: str, traced: Traced, quantize: str | None, checkpointing: bool, *, encoded: bool = False) -> float:
+    """Count the bytes of a training with such a base; `encoded`: text encoders and VAE have left the device."""
+    model, source = MODELS[name], traced.config.model
+    each = BYTES[quantize] if source.kind == "pipeline" else 4.0
+    weights = (traced.frozen + model.twin * 1e9) * each + (0.0 if encoded else model.beside * 1e9 * 2)
+    part = getattr(source, "part", None)
     alike = len(part) if isinstance(part, list) else 1  # models that train in each step
-    memory = weights + alike * (16 * trains + results(gm, bool(config.train.checkpointing)))
-    text = ", ".join(f"{key} {n}" for key, n in found.items())
-    text += f": {total / 1e6:.1f} M frozen, {trains / 1e6:.2f} M train"
-    return Count(text, total, model.published * 1e9, math.ceil(memory / 1e9) + 1)
+    return weights + alike * (16 * traced.trains + results(traced.module, checkpointing)) + 1e9
+
+
+def count(name: str) -> Count:
+    traced = trace_recipe(name)
+    quantize, checkpointing = getattr(traced.config.model, "quantize", None), bool(traced.config.train.checkpointing)
+    text = ", ".join(f"{key} {len(sites)}" for key, sites in traced.sites.items())
+    text += f": {traced.frozen / 1e6:.1f} M frozen, {traced.trains / 1e6:.2f} M train"
+    memory = count_bytes(name, traced, quantize, checkpointing)
+    return Count(text, traced.frozen, MODELS[name].published * 1e9, math.ceil(memory / 1e9))
 
 
 def results(gm: Any, checkpointing: bool) -> float:
