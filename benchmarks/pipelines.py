@@ -183,10 +183,11 @@ def bind(module: nn.Module, args: Any, named: Any) -> dict[str, Any]:
     return given
 
 
-def told(observation: Observation, like: Any, when: Any) -> Any:
-    """Return the denoiser's time in the form of another one."""
+def told(observation: Observation, condition: dict[str, Any], when: Any) -> dict[str, Any]:
+    """Return the denoiser's times in the form that they have in a call."""
     value = float(observation.model_time(torch.as_tensor(when).double().flatten()[0]))
-    return pytree.tree_map(lambda x: torch.full_like(x, value) if isinstance(x, Tensor) else type(x)(value), like)
+    times = {name: condition[name] for name in (observation.time, *observation.also)}
+    return pytree.tree_map(lambda x: torch.full_like(x, value) if isinstance(x, Tensor) else type(x)(value), times)
 
 
 def run_denoiser(pipe: Any, observation: Observation, call: dict[str, Any]) -> Any:
@@ -225,12 +226,12 @@ def check_steps(pipe: Any, observation: Observation, call: dict[str, Any], steps
     result: dict[str, Any] = {"steps": len(seen), "input": 0.0, "prediction": 0.0}
     for step in seen:
         mapped = observation.to_input(step["sample"], condition[observation.noisy])
-        when = told(observation, condition[observation.time], step["time"])
-        made = run_denoiser(pipe, observation, {**condition, observation.noisy: mapped, observation.time: when})
+        when = told(observation, condition, step["time"])
+        made = run_denoiser(pipe, observation, {**condition, observation.noisy: mapped, **when})
         result["input"] = max(result["input"], off(mapped, step["given"][observation.noisy]))
         made = observation.to_output(flatten_tensors(made))
         result["prediction"] = max(result["prediction"], off(made, step["prediction"]))
-        if names := differing(condition, step["given"], {observation.noisy, observation.time}):
+        if names := differing(condition, step["given"], {observation.noisy, *when}):
             result["condition"] = names
     result["decoder"] = off(observation.to_decoder(final), decoded)
     return result
@@ -257,14 +258,13 @@ def check_batch(pipe: Any, observation: Observation, calls: list[dict[str, Any]]
         if rows[0].shape != observation.shape:
             return {"unlike": f"latents of two are {list(step['sample'].shape)}, of one {list(observation.shape)}"}
         own = [
-            {**c, observation.noisy: observation.to_input(row, c[observation.noisy]),
-             observation.time: told(observation, c[observation.time], step["time"])}
+            {**c, observation.noisy: observation.to_input(row, c[observation.noisy]), **told(observation, c, step["time"])}
             for row, c in zip(rows, conditions, strict=True)
         ]  # fmt: skip
         joined = batching.join(own)
         made = run_denoiser(pipe, observation, joined)
         result["input"] = max(result["input"], off(joined[observation.noisy], step["given"][observation.noisy]))
-        if names := differing(joined, step["given"], {observation.noisy, observation.time}):
+        if names := differing(joined, step["given"], {observation.noisy, observation.time, *observation.also}):
             result["condition"] = names
         halves = [pytree.tree_map_only(Tensor, lambda t, n=n: t.chunk(2)[n], made) for n in (0, 1)]
         first = made[0] if isinstance(made, tuple) else next(iter(made.values())) if hasattr(made, "values") else made

@@ -499,6 +499,33 @@ def test_no_variant_answers_a_call_that_has_drawn_random_numbers(name):
         assert "depends on" in str(error)
 
 
+class Padding(nn.Module):
+    """Pads to a multiple of four behind a dropout, as denoisers do; `late` decides by a size that is computed."""
+
+    def __init__(self, drop, late):
+        super().__init__()
+        self.dropout, self.late = nn.Dropout(drop), late
+
+    def forward(self, x):
+        y = self.dropout(x)
+        if -(y.sin() if self.late else x.unsqueeze(0).flatten(0, 1)).shape[0] % 4 > 0:
+            y = torch.cat([y, y[-1:].repeat(-len(x) % 4, 1)])
+        return y
+
+
+@pytest.mark.parametrize(("drop", "late"), [(0.5, False), (0.0, True)])
+def test_a_decision_by_sizes_is_made_before_anything_is_drawn(drop, late):
+    """And one that comes later is made where nothing was drawn: by a dropout that drops nothing."""
+    model = Padding(drop, late).train()
+    gm = _traced(model, torch.ones(4, 3))
+    for rows in (6, 4, 8, 5):
+        torch.manual_seed(rows)
+        want = model(torch.ones(rows, 3))
+        torch.manual_seed(rows)
+        assert torch.equal(gm(torch.ones(rows, 3)), want)
+    assert len(gm.variants) == 1
+
+
 class Trying(nn.Module):
     """Goes on where an operation fails, with or without its result."""
 

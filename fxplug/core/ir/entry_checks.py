@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from .traced_module import TracedModule
 
 AT_ENTRY = (*ENTRY, operator.getitem, ops.edge, ops.device_of, ops.input_or_default)
+# what sizes of inputs are computed by: views of these, which cost next to nothing, their sizes, and numbers of numbers
+VIEWS = frozenset({"view", "reshape", "flatten", "permute", "transpose", "unsqueeze", operator.getitem, ops.edge})
+MEASURES = frozenset({"size", "dim", "numel"})
+DECIDED = frozenset({
+    operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg, operator.eq, operator.ne,
+    operator.lt, operator.le, operator.gt, operator.ge, operator.getitem, ops.edge, ops.guard, max, min,
+})  # fmt: skip
 HARMLESS = (
     *ENTRY, ops.guard, ops.tried, ops.check_state, ops.check_added, ops.any_gradients, ops.enter_grad, ops.exit_grad,
     ops.enter_autocast, ops.exit_autocast,
@@ -42,7 +49,7 @@ def find_refusal(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _entry(graph: fx.Graph, module: nn.Module) -> Callable[..., None]:
-    """Return a function of the first checks of a graph alone."""
+    """Return a function of the first checks of a graph alone, and of what it has decided by sizes of its inputs."""
     head, values = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         first = node.op == "call_function" and node.target in AT_ENTRY
@@ -51,9 +58,32 @@ def _entry(graph: fx.Graph, module: nn.Module) -> Callable[..., None]:
             copy_nodes([node], head, values)
         elif node.op != "get_attr" and not first:
             break
+    for node in _list_decisions_by_size(graph):
+        if node not in values:
+            copy_nodes([node], head, values)
     insert(head, "output", "output", (None,))
     forward: Callable[..., None] = fx.GraphModule(module, head).forward
     return forward
+
+
+def _list_decisions_by_size(graph: fx.Graph) -> list[fx.Node]:
+    """Return the guards of numbers that follow from sizes of inputs alone, and what these are computed by, in order."""
+    nodes = list(graph.nodes)
+    views = {node for node in nodes if node.op == "placeholder"}
+    numbers: set[fx.Node] = set()
+    for node in nodes:
+        read = node.all_input_nodes
+        if node.op not in ("call_function", "call_method") or not read:
+            continue
+        if node.target in VIEWS and read[0] in views and numbers.issuperset(read[1:]):
+            views.add(node)
+        elif numbers.issuperset(read) if node.target in DECIDED else node.target in MEASURES and views.issuperset(read):
+            numbers.add(node)
+    needed = {node for node in numbers if node.target is ops.guard}
+    for node in reversed(nodes):
+        if node.op != "placeholder" and not needed.isdisjoint(node.users):
+            needed.add(node)
+    return [node for node in nodes if node in needed]
 
 
 @without_compiler
@@ -76,7 +106,7 @@ def is_pure(nodes: Iterable[fx.Node], module: nn.Module, training: bool) -> bool
                     return False
                 continue
             ours = type(leaf).__module__.startswith(("torch.nn.modules.", "fxplug.blocks."))
-            if not ours or any(functions.is_random_layer(m, training) for m in leaf.modules()):
+            if not ours or any(_draws(m, training) for m in leaf.modules()):
                 return False
             if training and isinstance(leaf, NormBase):
                 return False
@@ -84,11 +114,17 @@ def is_pure(nodes: Iterable[fx.Node], module: nn.Module, training: bool) -> bool
             continue
         short = functions.get_short_name(node.target)
         if short in functions.RANDOM:
-            if short in functions.DRAWS or training:
+            drops = short != "scaled_dot_product_attention" or functions.bind_attention(node)["dropout_p"] != 0
+            if short in functions.DRAWS or (training and drops):
                 return False
         elif node.op not in ("call_function", "call_method") or _owner(node).op in ("placeholder", "get_attr"):
             return False
     return True
+
+
+def _draws(layer: nn.Module, training: bool) -> bool:
+    """Return whether a layer of torch draws random numbers: dropout that drops nothing, as in most denoisers, draws none."""
+    return functions.is_random_layer(layer, training) and getattr(layer, "p", None) != 0
 
 
 def _owner(node: fx.Node) -> fx.Node:
