@@ -18,7 +18,7 @@ import fxplug
 from fxplug.core.ir.containers import list_leaves, map_leaves
 from fxplug.core.ir.traced_module import TracedModule
 from fxplug.lowerings.hoist.hoisted import HoistedModule
-from fxplug.lowerings.hoist.sameness import have_same_bits
+from fxplug.lowerings.hoist.sameness import has_same_bits
 
 CALLS = 25  # of one subject in its turn
 FAMILIES = tuple(name for name in tiny_pipelines.CALLS if name != "wan22")
@@ -77,7 +77,7 @@ def make_adapter(gm: TracedModule, seed: int) -> dict[str, torch.Tensor]:
 def is_same(ours: Any, theirs: Any) -> bool:
     """Whether two results are equal to the bit, tensor by tensor."""
     a, b = ([leaf for leaf in list_leaves(value) if isinstance(leaf, torch.Tensor)] for value in (ours, theirs))
-    return [t.shape for t in a] == [t.shape for t in b] and all(have_same_bits([pair]) for pair in zip(a, b, strict=True))
+    return [t.shape for t in a] == [t.shape for t in b] and all(has_same_bits([pair]) for pair in zip(a, b, strict=True))
 
 
 class Subject:

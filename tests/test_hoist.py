@@ -7,8 +7,10 @@ import copy
 import re
 import threading
 import warnings
+from types import SimpleNamespace
 
 import fuzz_hoist
+import modular
 import pytest
 import tiny_pipelines
 import torch
@@ -104,12 +106,20 @@ def test_pipelines_compute_the_same_at_every_step(name):
     fxplug.rewrite_pipeline(pipe, {part: fxplug.load_pass("lora", at="**", rank=2, slots=2)}, prompt="a red ball", **call)
     plain = fxplug.lower(getattr(pipe, part))
     hoisted = fxplug.lower(getattr(pipe, part), hoist=True)
+    computed = []  # in all stages before each call of the step
+    hoisted._part("step").register_forward_pre_hook(
+        lambda *_: computed.append(sum(count for stage, count in hoisted.counts.items() if stage != "step"))
+    )
     steps = 3
     for prompt in ("a red ball", "a blue photo of gold", "a red ball"):
         setattr(pipe, part, plain)
         want = tiny_pipelines.draw(pipe, name, prompt, steps)
         setattr(pipe, part, hoisted)
+        computed.clear()
         assert torch.equal(tiny_pipelines.draw(pipe, name, prompt, steps), want)
+        assert computed[1] == computed[-1]  # for all steps at once; guidance is a second call
+    away, others = hoisted._offload, name == "ltx2"  # which has calls of another form, that need all weights, in each step
+    assert away is None if others else away.count_bytes() == 0 and away.stages
     counts = hoisted.counts
     assert counts["time"] in (steps, 2 * steps) and counts["conditions"] in (2, 3, 4) and counts["step"] >= 3 * steps
 
@@ -443,6 +453,89 @@ def test_weights_that_no_step_reads_leave():
         part._forward_pre_hooks.clear()
     hoisted.offload(None)
     assert check(plain, hoisted, **inputs(1, time=9.0)) == {}
+
+
+class Scheduler:
+    def __init__(self, times):
+        self.config, self.times = SimpleNamespace(num_train_timesteps=100), times
+
+    def set_timesteps(self):
+        self.timesteps = torch.tensor(self.times)
+
+
+class Pipe:
+    """Draws with a denoiser that is told a time for each of the scheduler's; `text` may be another one in each step."""
+
+    def __init__(self, model, times, tell=lambda time: time):
+        self.model, self.scheduler, self.tell = model, Scheduler(times), tell
+
+    @torch.no_grad()
+    def __call__(self, seed=0, texts=()):
+        self.scheduler.set_timesteps()
+        call, made = inputs(seed), []
+        for number, time in enumerate(self.scheduler.timesteps):
+            call["t"] = self.tell(time).float().expand(2)
+            call["text"] = texts[number] if texts else call["text"]
+            made.append(self.model(**call))
+        return torch.stack(made)
+
+
+def make_noted(**options):
+    """A module as the run of a pipeline leaves it, and the same hoisted."""
+    gm = fxplug.trace(Denoiser().eval(), kwargs=inputs())
+    gm.meta["input_groups"] = GROUPS
+    return gm, fxplug.lower(gm, fuse=None, hoist=True, **options)
+
+
+FORMS = {
+    "as it is": lambda t: t, "a share": lambda t: t / 100, "the rest of one": lambda t: 1 - t / 100,
+    "of a whole number": lambda t: t.long(), "of another kind": lambda t: t.sqrt(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_times_of_a_pipeline_are_computed_at_its_first_call(form):
+    gm, hoisted = make_noted()
+    pipes = [Pipe(model, [97.0, 50.0, 3.0], FORMS[form]) for model in (gm, hoisted)]
+    for seed in (0, 1):
+        assert torch.equal(pipes[0](seed), pipes[1](seed))
+    assert hoisted.counts == {"always": 1, "conditions": 2, "time": 3, "conditions+time": 6, "step": 6}
+    assert hoisted._offload is None if form == "of another kind" else hoisted._offload.count_bytes() == 0
+
+
+def test_another_form_of_the_times_is_taken_where_the_first_was_not_the_right_one():
+    gm, hoisted = make_noted()
+    pipes = [Pipe(model, [50.0, 20.0, 10.0, 3.0], FORMS["the rest of one"]) for model in (gm, hoisted)]  # 0.5 is a share, too
+    assert torch.equal(pipes[0](), pipes[1]())
+    assert hoisted.counts["time"] == 4 + 3
+
+
+def test_a_pipeline_computes_no_more_early_than_is_kept():
+    texts = [inputs(seed)["text"] for seed in range(40)]
+    times = [float(time) for time in range(40, 0, -1)]
+    for limits, most in (({"times": 10}, 4), ({"bytes": 2000}, 40), ({}, 1)):
+        gm, hoisted = make_noted()
+        hoisted.limit(**limits)
+        assert torch.equal(Pipe(gm, times)(), Pipe(hoisted, times)())
+        assert hoisted.counts["time"] <= 2 * len(times), limits
+        assert hoisted.counts["conditions"] <= most, limits
+    assert hoisted._offload.count_bytes() == 0
+    with pytest.warns(UserWarning, match="another one in each of the last"):
+        assert torch.equal(Pipe(gm, times)(0, texts), Pipe(hoisted, times)(0, texts))  # another prompt in each step
+    assert hoisted.counts["conditions+time"] < 12 * len(times) and hoisted._offload is None
+    assert torch.equal(Pipe(gm, times)(), Pipe(hoisted, times)())
+    assert hoisted._offload.count_bytes() == 0
+    hoisted.offload(None)
+    assert torch.equal(Pipe(gm, times)(5), Pipe(hoisted, times)(5)) and hoisted._offload is None  # for good
+
+
+def test_a_modular_pipeline_sees_what_a_hoisted_model_takes():
+    case = modular.made("flux3")
+    fxplug.rewrite_pipeline(case.pipe, {"transformer": ()}, **case.call)
+    want = case()
+    hoisted = fxplug.lower(case.pipe.transformer, fuse=None, hoist=True)
+    case.pipe.update_components(transformer=hoisted)
+    assert torch.equal(case(), want) and hoisted.counts["time"] == modular.STEPS
 
 
 # --- with what else there is

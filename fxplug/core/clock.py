@@ -134,13 +134,18 @@ class Clock:
 def _schedule() -> Any:
     """Return the timesteps of the scheduler of the calling pipeline, which are a new tensor in each run; None without a
     pipeline."""
-    frame = sys._getframe(2)  # nothing plainer: a pipeline tells its models nothing when a run begins
+    return getattr(find_scheduler(), "timesteps", None)
+
+
+def find_scheduler() -> Any:
+    """Find the scheduler of the pipeline that calls, if it has timesteps; None without a pipeline."""
+    frame = sys._getframe(1)  # nothing plainer: a pipeline tells its models nothing when a run begins
     while frame is not None:
         code = frame.f_code
         if code.co_name == "__call__" and code.co_varnames[:1] == ("self",):
-            times = getattr(getattr(frame.f_locals["self"], "scheduler", None), "timesteps", None)
-            if times is not None:
-                return times
+            scheduler = getattr(frame.f_locals["self"], "scheduler", None)
+            if getattr(scheduler, "timesteps", None) is not None:
+                return scheduler
         frame = frame.f_back  # type: ignore[assignment]
     return None
 

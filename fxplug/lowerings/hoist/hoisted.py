@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from ...blocks.base import Table
 from ...core.errors import GuardError, SpecError
 from ...core.extensions import DistributedPart
-from ...core.ir import ops
 from ...core.ir.calls import check_samples, has_hooks
 from ...core.ir.containers import list_leaves, map_leaves
 from ...core.ir.entry_checks import find_refusal, get_signature, is_repeatable
@@ -26,14 +26,14 @@ from ...core.ir.traced_module import TracedModule
 from ...core.ir.variants import view
 from ...core.locks import call_with_read_lock
 from ...core.torch_internals.modules import is_listening
-from ...core.torch_internals.tensors import FakeTensorMode, version
-from ...step_cache.steps import Stepped, compile_graphs_only, disable_compile
+from ...core.torch_internals.tensors import version
+from ...step_cache.steps import Stepped, compile_graphs_only, disable_compile, give_signature
 from ..lowering import undo_lowering
 from .cut import STEP, HoistStage, StageCut
 from .groups import META, InputGroups
 from .kept import KeepLimits, KeptValues, Values, check_limit
 from .listing import StageRow, format_stages, list_stages
-from .plans import CallForm, CallPlan, copy_memory, fill_time, read_times
+from .plans import CallForm, CallPlan, copy_memory, fill_times, find_sizes, read_times
 from .sameness import (
     TIME,
     Call,
@@ -44,6 +44,7 @@ from .sameness import (
     read_bytes,
     read_call,
 )
+from .schedules import RunSchedule, Times
 from .weights import Offload, list_early, list_layers, list_places
 
 FORMS = 64  # of calls (shapes, plain values, modes) that are known at once
@@ -88,10 +89,13 @@ class HoistedModule(Stepped):
         self._drawing = list(dict.fromkeys(layer for layer in early if is_random_layer(layer, True)))
         self._tables = [part for part in module.modules() if isinstance(part, Table)]
         self._signature = get_signature(module)
+        give_signature(self, inspect.signature(type(module).forward))
         self._names = {node.name: str(node.target).lstrip("*") for node in self._cut.inputs}
         self._guard = threading.RLock()
-        self._times: tuple[float, ...] = ()
+        self._times: Times = ()
         self._offload: Offload | None = None
+        self._follows = META in module.meta  # a pipeline's run has noted its inputs
+        self._is_followed = False  # whether weights leave by themselves
         self._warned = False
         self.limits = KeepLimits()
         self.counts = dict.fromkeys(self._stages, 0)
@@ -147,6 +151,7 @@ class HoistedModule(Stepped):
             self._stamps: dict[str, WeightStamp] = {}
             self._forms: OrderedDict[Any, CallForm] = OrderedDict()
             self._slots: tuple[Any, bytes] = (None, b"")
+            self._schedule = RunSchedule()
 
     def _reset_stateful_cache(self, recurse: bool = True) -> None:
         """Keep all at the end of a pipeline's run: the next one may have the same prompt."""
@@ -207,6 +212,8 @@ class HoistedModule(Stepped):
             return self.module(*args, **kwargs)
         with self._guard:  # so that nobody sends them away meanwhile
             self._move_weights(self._offload.bring)
+            if self._is_followed:  # so that they do not come and go in each step
+                self._offload, self._schedule.is_over = None, True
             return self.module(*args, **kwargs)
 
     @disable_compile
@@ -243,37 +250,14 @@ class HoistedModule(Stepped):
             number = max((known.number for known in self._forms.values()), default=0) + 1
             form = self._forms[call.form] = CallForm(number, find_refusal(self.module, args, kwargs) or "")
             if not form.refused and self._cut.late:
-                self._find_sizes(call, form)
+                if self._offload is not None:
+                    self._move_weights(self._offload.bring)
+                find_sizes(self._cut, form, [call.values[name] for name in self._names.values()])
             if len(self._forms) > FORMS:
                 _, gone = self._forms.popitem(last=False)
                 self._kept.drop(lambda key: key.form == gone.number)
         self._forms.move_to_end(call.form)
         return form
-
-    def _find_sizes(self, call: Call, form: CallForm) -> None:
-        """Find the sizes that stages need of values which only the step has: what these need is computed once for each form.
-
-        Where that would draw or write, it is done with tensors without values.
-        """
-        if self._offload is not None:
-            self._move_weights(self._offload.bring)
-        given = [call.values[name] for name in self._names.values()]
-        graph = self._cut.write_numbers()
-        runner = fx.Interpreter(fx.GraphModule(self.module, graph))
-        before = ops.modes()
-        torch.set_autocast_cache_enabled(False)  # it would keep weights without values for the calls after this
-        try:
-            if self._cut.are_numbers_pure():
-                found = runner.run(*given)
-            else:
-                with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-                    found = runner.run(*map_leaves(given, lambda t, _: mode.from_tensor(t.detach())))
-        except Exception as error:  # whatever an operation raises that has no form without values
-            form.refused = f"sizes in it cannot be found before it: {type(error).__name__}: {error}"
-            return
-        finally:
-            ops.set_modes(before)  # which an error inside of a scope leaves switched
-        form.sizes = dict(zip([node.name for node in self._cut.late], found, strict=True))
 
     def _place(self, call: Call, form: CallForm, like: CallPlan | None = None) -> CallPlan:
         """Find what stands for the values of a call; `like` is one with the same conditions."""
@@ -329,11 +313,10 @@ class HoistedModule(Stepped):
 
     @compile_graphs_only
     def _take(self, plans: list[CallPlan]) -> None:
-        first, away = plans[0], self._offload
-        early = self._cut.stages[:-1]
-        alone = away is not None and self._times and len(plans) == 1
-        if alone and any(self._kept.find(first.key(stage)) is None for stage in early):
-            plans = [first, *self._list_plans(first, self._times)]  # all in one visit of the weights
+        first, early = plans[0], self._cut.stages[:-1]
+        if len(plans) == 1 and any(self._kept.find(first.key(stage)) is None for stage in early):
+            plans = [first, *self._list_plans(first, self._find_times(first))]  # all in one visit of the weights
+        away = self._offload
         for stage in early:
             for plan in plans:
                 key = plan.key(stage)
@@ -344,9 +327,26 @@ class HoistedModule(Stepped):
                     values = self._compute(stage, plan)
                     self._kept.add(key, values, self.limits, self._known.count_bytes())
                 plan.values.update(values)
-        if away is not None:
+        if away is not None and away.here:
             self._move_weights(away.send)
+        if len(plans) > 1 and any(plan.key(stage) not in self._kept.rows for stage in early for plan in plans):
+            self._schedule.is_over = True  # what was computed early is gone already
         self.counts[STEP] += 1
+
+    @disable_compile
+    def _find_times(self, plan: CallPlan) -> Times:
+        """Find the times that a call which computes anything computes at once: those to come of the run of a pipeline that
+        `rewrite_pipeline` made, for which weights leave until the next one, or those that are known where they have left."""
+        found: Times = ()
+        if self._follows and self.groups.time:
+            given = {name: plan.call.values[name] for name in self.groups.time}
+            found = self._schedule.find_times(given, self.limits.times, self.limits.conditions)
+            if found and self._offload is None:
+                self._offload, self._is_followed = Offload(list_early(self._cut), torch.device("cpu")), True
+            elif not found and self._is_followed and self._offload is not None:
+                self._move_weights(self._offload.bring)
+                self._offload = None
+        return found or (self._times if self._offload is not None else ())
 
     @compile_graphs_only
     def _compute(self, stage: HoistStage, plan: CallPlan) -> Values:
@@ -401,17 +401,16 @@ class HoistedModule(Stepped):
         with self._guard:
             plans = [plan]
             if times is not None:
-                self._times = read_times(times)
+                self._times = tuple(dict.fromkeys(self.groups.time, time) for time in read_times(times))
                 plans = self._list_plans(plan, self._times)
             self._fill(plans)
             self.counts[STEP] -= 1
 
-    def _list_plans(self, plan: CallPlan, times: Iterable[float]) -> list[CallPlan]:
+    def _list_plans(self, plan: CallPlan, times: Times) -> list[CallPlan]:
         """Return the plans of calls that differ in their time alone."""
         found = []
         for time in times:
-            new = {name: fill_time(plan.call.values[name], time) for name in self.groups.time}
-            call = read_call({**plan.call.values, **new}, self._by_input)
+            call = read_call({**plan.call.values, **fill_times(plan.call.values, time)}, self._by_input)
             if call is not None and call.form == plan.call.form:
                 found.append(self._place(call, plan.form, plan))
         return found
@@ -442,9 +441,16 @@ class HoistedModule(Stepped):
             if self._offload is not None:
                 self._move_weights(self._offload.bring)
             self._offload = None if device is None else Offload(list_early(self._cut), torch.device(device))
+            self._follows, self._is_followed = self._follows and device is not None, False
             if self._offload is not None:
                 self._move_weights(self._offload.send)
         return self
+
+    @property
+    def device(self) -> torch.device:
+        """Device that the model computes on, also while weights are away."""
+        away = self._offload
+        return next(iter(away.homes.values())) if away is not None and away.homes else self.module.device
 
     def _move_weights(self, move: Callable[[], Any]) -> None:
         """Move weights, which are the same afterwards: nothing is dropped for their new addresses."""

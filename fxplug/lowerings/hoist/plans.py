@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ...core.errors import SpecError, format_fields, quote
+from ...core.ir import ops
 from ...core.ir.containers import map_leaves
-from .cut import HoistStage
+from ...core.torch_internals.tensors import FakeTensorMode
+from .cut import HoistStage, StageCut
 from .kept import Key, Values
 from .sameness import CONDITIONS, TIME, Call
 
@@ -63,14 +66,44 @@ def read_times(times: Any) -> tuple[float, ...]:
     return tuple(found)
 
 
-def fill_time(value: Any, time: float) -> Any:
-    """Return an input for the time with another one, of the same kind, sizes and strides."""
+def fill_times(values: Mapping[str, Any], times: Mapping[str, float]) -> dict[str, Any]:
+    """Return the inputs that times are for with these, of the same kind, sizes and strides; what is one tensor stays one."""
+    made: dict[int, Tensor] = {}
 
-    def filled(tensor: Tensor, _: Any) -> Tensor:
-        last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-        memory = torch.full((last + 1,), time, dtype=tensor.dtype, device=tensor.device)
-        return memory.as_strided(tensor.size(), tensor.stride())
+    def fill(time: float, tensor: Tensor, _: Any) -> Tensor:
+        if id(tensor) not in made:
+            last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+            memory = torch.full((last + 1,), time, dtype=tensor.dtype, device=tensor.device)
+            made[id(tensor)] = memory.as_strided(tensor.size(), tensor.stride())
+        return made[id(tensor)]
 
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return type(value)(time)
-    return map_leaves(value, filled)
+    found = {}
+    for name, time in times.items():
+        value = values[name]
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[name] = type(value)(time)
+        else:
+            found[name] = map_leaves(value, partial(fill, time))
+    return found
+
+
+def find_sizes(cut: StageCut, form: CallForm, inputs: list[Any]) -> None:
+    """Find the sizes that stages need of values which only the step has: what these need is computed once for each form.
+
+    Where that would draw or write, it is done with tensors without values.
+    """
+    runner = fx.Interpreter(fx.GraphModule(cut.root, cut.write_numbers()))
+    before = ops.modes()
+    torch.set_autocast_cache_enabled(False)  # it would keep weights without values for the calls after this
+    try:
+        if cut.are_numbers_pure():
+            found = runner.run(*inputs)
+        else:
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                found = runner.run(*map_leaves(inputs, lambda t, _: mode.from_tensor(t.detach())))
+    except Exception as error:  # whatever an operation raises that has no form without values
+        form.refused = f"sizes in it cannot be found before it: {type(error).__name__}: {error}"
+        return
+    finally:
+        ops.set_modes(before)  # which an error inside of a scope leaves switched
+    form.sizes = dict(zip([node.name for node in cut.late], found, strict=True))

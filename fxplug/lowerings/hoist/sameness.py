@@ -122,7 +122,7 @@ def as_bits(value: Tensor) -> Tensor:
     return value.view(BITS[value.itemsize])
 
 
-def have_same_bits(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+def has_same_bits(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
     """Return whether tensors of the same shapes and dtypes are equal to the bit; on a GPU one wait tells of all."""
     waiting = []
     for one, other in pairs:
@@ -165,7 +165,7 @@ class KnownConditions:
         plain = (call.numbers[CONDITIONS], tuple(t.data_ptr() % LINE for t in tensors))
         for row in reversed(self.rows):
             alike = row.form == call.form and row.plain == plain
-            if alike and have_same_bits(zip(tensors, row.copies, strict=True)):
+            if alike and has_same_bits(zip(tensors, row.copies, strict=True)):
                 self.rows.remove(row)
                 self.rows.append(row)
                 self.new_in_turn.clear()
@@ -183,7 +183,7 @@ class KnownConditions:
             self.new_in_turn.clear()
             return
         named = zip(call.tensors[CONDITIONS], last.copies, strict=True)
-        names = {name for (name, now), before in named if not have_same_bits([(now, before)])}
+        names = {name for (name, now), before in named if not has_same_bits([(now, before)])}
         self.new_in_turn.append(names)
 
     def list_changing(self, calls: int) -> list[str]:
