@@ -29,7 +29,7 @@ from torch import is_grad_enabled, nn
 
 import fxplug
 from fxplug.core.ir import ops
-from fxplug.core.torch_internals import SCRIPTED
+from fxplug.core.torch_internals import SCRIPTED, modules
 
 
 class Model(nn.Module):
@@ -604,14 +604,14 @@ def test_modes_are_given_back_on_every_error(kind: type[BaseException]) -> None:
     gm = fxplug.trace(Raw(forward), image())
     gm.fc.forward = fail
     with torch.autocast("cpu", torch.bfloat16):
-        before = ops.modes()
+        before = modules.get_modes()
         with pytest.raises(kind):
             gm(image())
-        assert ops.modes() == before
+        assert modules.get_modes() == before
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # there is no such device here
-@pytest.mark.parametrize("device", [device for device in ops.CASTING if device != "privateuseone"])
+@pytest.mark.parametrize("device", [device for device in modules.CASTING if device != "privateuseone"])
 def test_autocast_is_given_back_for_every_device_after_an_error(device: str) -> None:
     dtype = torch.bfloat16 if torch.get_autocast_dtype(device) is torch.float16 else torch.float16
 
@@ -628,14 +628,14 @@ def test_autocast_is_given_back_for_every_device_after_an_error(device: str) -> 
     gm.graph = graph
     gm.recompile()
     gm.fc.forward = fail
-    before = ops.modes(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    before = modules.get_modes(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     with pytest.raises(KeyboardInterrupt):
         gm(image())
-    assert (ops.modes(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) == before
+    assert (modules.get_modes(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) == before
 
 
 def test_torch_has_autocast_for_some_devices_and_not_for_all() -> None:
-    assert {"cpu", "cuda", "xpu", "mps"} <= {*ops.CASTING} and "meta" not in ops.CASTING
+    assert {"cpu", "cuda", "xpu", "mps"} <= {*modules.CASTING} and "meta" not in modules.CASTING
 
 
 TYPED = """

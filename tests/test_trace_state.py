@@ -26,7 +26,7 @@ from torch import nn
 import fxplug
 from fxplug.core.capture.isolation import freeze_value, get_random_state, has_equal_contents, is_alike
 from fxplug.core.ir.comparison import describe_difference
-from fxplug.core.ir.ops import modes
+from fxplug.core.torch_internals.modules import get_modes
 
 
 class Slotted:
@@ -365,7 +365,7 @@ def fingerprint(model: nn.Module) -> Any:
     patched = [nn.Module._call_impl, math.floor, torch.no_grad.__enter__, torch.autocast.__enter__, torch.from_numpy]
     patched += [vars(torch.autograd.Function)["apply"], "training" in vars(nn.Module)]
     values = {n: freeze_value(t.detach()) for n, t in tensors.items()}
-    return values, kept, places, freeze_value(get_random_state()), modes(), patched
+    return values, kept, places, freeze_value(get_random_state()), get_modes(), patched
 
 
 @pytest.fixture(autouse=True, scope="module")

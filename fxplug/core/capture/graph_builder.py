@@ -29,7 +29,7 @@ from ..torch_internals.tensors import (
 )
 from .fake_tensors import KINDS, Number, Results, RetryState, TensorClass, make_fake
 from .module_state import Journal, get_storage
-from .user_code import ORDERED, describe_decision, find_source_line, find_user_frame, is_irrelevant_branch
+from .user_code import describe_decision, find_source_line, find_user_frame, is_irrelevant_branch
 
 PRINTABLE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
 PRINTABLE += (torch.memory_format, torch.layout, range)
@@ -475,7 +475,7 @@ def refuse_measured(recording: Recording, node: fx.Node, does: str) -> None:
     def look(current: fx.Node, short: str) -> list[fx.Node]:
         given = [a for a in current.args if isinstance(a, fx.Node)]
         floating = any(getattr(a.meta.get("dtype"), "is_floating_point", False) for a in given)
-        if floating and (short in ORDERED or short in ("item", "tolist")):
+        if floating and (short in functions.ORDERED or short in ("item", "tolist")):
             refuse_way(recording, does, ", or trace on real tensors, with the values of this call as a guard: trace(..., "
                                   "real=True)")
         follows = not floating or short in ("isnan", "isinf")

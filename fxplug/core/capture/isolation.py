@@ -22,7 +22,7 @@ from ..ir.comparison import is_equal
 from ..ir.containers import HOOKED, RESERVED, Container, FixedNames, get_plain_attributes, list_members
 from ..ir.graph import Graph, note_tied
 from ..ir.traced_module import OWN_STATE, TracedModule, list_class_names
-from ..torch_internals.modules import COMPILED, backward_hooks
+from ..torch_internals.modules import COMPILED, backward_hooks, get_modes, set_modes
 from ..torch_internals.tensors import memory_id
 from .fake_tensors import Number
 from .module_state import Journal, State, StatePlace, get_storage, split_place
@@ -34,7 +34,7 @@ def restore_after(state: State) -> Iterator[None]:
 
     No cache of a function may keep a fake tensor. The values of tensors are given back where they are written: see `Journal`.
     """
-    modes, draws = ops.modes(), get_random_state()
+    modes, draws = get_modes(), get_random_state()
     for cache in state.caches:
         cache.cache_clear()
     try:
@@ -45,7 +45,7 @@ def restore_after(state: State) -> Iterator[None]:
         state.restore()
         state.restore_tensors()
         set_random_state(draws)
-        ops.set_modes(modes)
+        set_modes(modes)
 
 
 def get_random_state() -> tuple[Any, ...]:

@@ -271,8 +271,12 @@ def read_value(recording: Recording, func: Any, name: str | None, args: Any, _: 
     return number if name == "item" else type(out)(number)
 
 
-# --- what stands for Python's `int`, `float`, `len` and `type` in the model's source files: Python makes plain numbers of what
-# these give, so that `int(h * 0.5)` would be a part of the graph, and not recorded
+# --- what stands for Python's `int`, `float`, `len`, `max`, `min`, `set` and `type` in the model's source files: Python makes
+# plain numbers of what these give, so that `int(h * 0.5)` would be a guard, and the graph one of that size alone. Each is there
+# for models that have one graph for all sizes by it: `int` for Kandinsky6Transformer3DModel, MiniMaxMusic3ConditionEncoder;
+# `float` for timm's eva; `len` for ZImageTransformer2DModel, ShapEParamsProjModel; `max` for Kandinsky6SRTransformer3DModel;
+# `min` for AnyFlowFARTransformer3DModel; `set` for the lengths of prompts in Lumina2Transformer2DModel. `type` is there because
+# of `int`: `type(n) is int` compares with what stands for it.
 
 
 class _StandIn(type):

@@ -31,20 +31,6 @@ from .fake_tensors import NeedsValues, Number
 from .graph_builder import NUMBERS, SMALL, Recording
 from .reads import Dtypes, guard_parts, read_size, read_value
 from .user_code import (
-    CONSTANTS,
-    ITSELF,
-    KIND_ANSWERS,
-    KIND_QUESTIONS,
-    KIND_TESTS,
-    LATER,
-    LEAVING,
-    MANY,
-    OUTSIDE,
-    RESHAPING,
-    SHAPE_OF_FIRST,
-    SIZES,
-    TEXT,
-    VALUES,
     find_calling_frame,
     find_source_line,
     find_user_frame,
@@ -54,7 +40,7 @@ from .user_code import (
     is_text_for_people,
 )
 
-LEAVING |= {"apply_", "map_", "map2_", "__cuda_array_interface__"}
+MANY = 256  # so many numbers that go to numpy are held by one guard
 
 
 class NeedsAutograd(Exception):
@@ -169,8 +155,8 @@ def read_attribute(recording: Recording, func: Any, tensor: torch.Tensor, *rest:
     out = func(tensor, *rest)
     if name == "dtype":
         return recording.dtypes.read(tensor, out, _calling_frame())
-    if name in (*ops.QUESTIONS, *OUTSIDE) and find_calling_frame(_calling_frame()) is not None:
-        if name not in OUTSIDE:
+    if name in (*ops.QUESTIONS, *functions.HISTORY) and find_calling_frame(_calling_frame()) is not None:
+        if name not in functions.HISTORY:
             return query_autograd(recording, tensor, name)
     elif not isinstance(out, torch.Tensor) or name == "grad":
         return out
@@ -186,7 +172,7 @@ def record_call(recording: Recording, func: Any, method: str | None, args: Any, 
     """Run a torch function and record it under its public name."""
     if kwargs.get("generator") is torch.default_generator:
         kwargs = {**kwargs, "generator": None}  # which is the one without any
-    if func in CONSTANTS and not any(isinstance(x, (Number, torch.Tensor)) for x in list_leaves((args, kwargs))):
+    if func in functions.CONSTANTS and not any(isinstance(x, (Number, torch.Tensor)) for x in list_leaves((args, kwargs))):
         made = make_constant(recording, func, args, kwargs)
         if made is not None:
             return made
@@ -203,7 +189,7 @@ def record_call(recording: Recording, func: Any, method: str | None, args: Any, 
                 with unset_fake_temporarily():
                     recording.overwritten.keep(x)
     versions = [version(x) for x in given]
-    run = SHAPE_OF_FIRST.get(func) if recording.fake else None
+    run = functions.SHAPE_OF_FIRST.get(func) if recording.fake else None
     views = tuple(recording.parameter_of(x) is not None for x in given)
     key = recording.results.key(func, plain, plain_kw, views) if recording.fake and not ops.is_applied(func) else None
     remembered = recording.results.get(key, recording.mode)
@@ -231,7 +217,7 @@ def record_call(recording: Recording, func: Any, method: str | None, args: Any, 
             recording.dtypes.read(x, x.dtype, _calling_frame())
         if isinstance(out, torch.dtype):  # of an integer and a float
             recording.reads_default_dtype()
-    if out is NotImplemented or isinstance(out, KIND_ANSWERS) or short in KIND_QUESTIONS | KIND_TESTS:
+    if out is NotImplemented or isinstance(out, functions.KIND_ANSWERS) or short in functions.KIND_QUESTIONS:
         return out
     is_query = isinstance(out, bool) and short.startswith(("is_", "has_", "can_", "_"))
     if is_query and find_calling_frame(_calling_frame()) is None:
@@ -249,7 +235,7 @@ def record_call(recording: Recording, func: Any, method: str | None, args: Any, 
     short = functions.get_short_name(target)
     in_place = bool(changed) or getattr(target, "__name__", str(target)).endswith("_")
     # running statistics, unseen
-    moves = func in SHAPE_OF_FIRST and any(flag is True for flag in (*plain, *plain_kw.values()))
+    moves = func in functions.SHAPE_OF_FIRST and any(flag is True for flag in (*plain, *plain_kw.values()))
     effect = (
         (in_place and not isinstance(out, bool))
         or short in functions.RANDOM
@@ -262,13 +248,13 @@ def record_call(recording: Recording, func: Any, method: str | None, args: Any, 
     node = recording.node(op, target, nodes, node_kw, recording.named(short), effect)
     if any(recording.recorded(x) is not None for x in given):  # a weight has the sizes it has
         guard_parts(recording, func, operator_name, node, out, (plain, plain_kw), _calling_frame())
-    if short in ITSELF and isinstance(out, torch.Tensor) and given and is_comparing_identity(find_user_frame()):
+    if short in functions.SAME_OR_COPY and isinstance(out, torch.Tensor) and given and is_comparing_identity(find_user_frame()):
         guard_itself(recording, node, out, given[0])
         if out is given[0]:
             return out
     if is_inside_try(find_user_frame()):
         recording.node("call_function", ops.tried, (node,), {}, f"{node.name}_tried", effect=True)
-    if isinstance(target, str) and target in RESHAPING:
+    if isinstance(target, str) and target in functions.RESHAPING:
         repeat_reshape(recording, func, plain[0], plain[1:], plain_kw)
     if any(out is x for x in changed):
         node.meta.update(shape=tuple(out.shape), dtype=out.dtype)
@@ -475,12 +461,12 @@ def patch_from_numpy(recording: Recording, original: Callable[..., Any]) -> Call
 
 # by the name of a method of torch.Tensor, or by the function; all others are recorded as calls
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(SIZES, read_size),
-    **dict.fromkeys((*VALUES, torch.is_nonzero), read_value),
-    **dict.fromkeys((*LATER, torch.autograd.backward), refuse_backward),
+    **dict.fromkeys(functions.SIZES, read_size),
+    **dict.fromkeys((*functions.VALUES, torch.is_nonzero), read_value),
+    **dict.fromkeys((*functions.LATER, torch.autograd.backward), refuse_backward),
     torch.autograd.grad: record_gradients,
-    **dict.fromkeys(LEAVING, leave_torch),
-    **dict.fromkeys(TEXT, record_text),
+    **dict.fromkeys(functions.LEAVING, leave_torch),
+    **dict.fromkeys(functions.TEXT, record_text),
     "__deepcopy__": copy_tensor,
     "__reversed__": reverse,
 }

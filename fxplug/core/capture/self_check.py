@@ -17,8 +17,9 @@ from ..errors import GuardError, TraceError
 from ..ir.comparison import REPEATED, Outcome, copy_inputs, describe_difference, is_close, is_equal, is_integer, run
 from ..ir.containers import Container, list_leaves, map_leaves
 from ..ir.functions import is_random
-from ..ir.ops import modes, other_kind, set_modes
+from ..ir.ops import other_kind
 from ..ir.traced_module import TracedModule
+from ..torch_internals.modules import get_modes, set_modes
 from ..torch_internals.tensors import FakeTensor, memory_id
 from .fake_tensors import make_fake
 from .graph_builder import Recording
@@ -243,7 +244,7 @@ class _Pair:
 
     def __post_init__(self) -> None:
         self.tables = {id(m._buffers): (f"{path}." if path else "", m) for path, m in self.model.named_modules()}
-        self.start = get_random_state(), modes()
+        self.start = get_random_state(), get_modes()
         self.journal = Journal()
 
     # --- runs
@@ -261,7 +262,7 @@ class _Pair:
         found.facts = _facts(given, found.out)
         found.state = {f"the buffer '{name}'": b for name, b in module.named_buffers(remove_duplicate=False)}
         found.keep()
-        found.memory, found.draws, found.settings = self.journal.now(), get_random_state(), modes()
+        found.memory, found.draws, found.settings = self.journal.now(), get_random_state(), get_modes()
         return found
 
     def rewind(self, to: _WatchedOutcome | None = None) -> None:

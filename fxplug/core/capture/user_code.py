@@ -24,38 +24,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from torch import fx
 
 from ..errors import shorten
+from ..ir.graph import describe
 from ..reading import parse_python
-from ..torch_internals import ATTRIBUTES, BACKWARD_HOOKS, CHECKS, TYPED_STORAGE
+from ..torch_internals import CHECKS
 
 CACHE = type(lru_cache(lambda: None))
-CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
-SIZES = {"size", "stride", "numel", "nelement", "storage_offset", "__len__"}
-VALUES = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "__complex__", "is_nonzero"}
-# answers about a tensor's kind, which the checks of the inputs hold
-KIND_QUESTIONS = {"dim", "ndimension", "get_device", "dense_dim", "sparse_dim"}
-KIND_TESTS = {"is_coalesced", "can_cast", "has_names"}
-KIND_ANSWERS = (str, torch.dtype, torch.device, torch.layout, torch.finfo, torch.iinfo)
-RESHAPING = {"resize_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "resize_as_", "set_"}
-# what gives its argument itself where there is nothing to do
-ITSELF = {"contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "cpu", "cuda"}
-ITSELF |= {"flatten", "dropout"}
-ORDERED = {"gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal"}
-MANY = 256  # so many numbers that go to numpy are held by one guard
-# where a tensor's data leaves torch, so that what is done with it there cannot be seen
-LEAVING = {"numpy", "__array__", "data_ptr", "storage", "untyped_storage", TYPED_STORAGE, "__dlpack__", "__reduce_ex__"}
-# what a graph cannot say of a tensor, as it depends on what was done with it before and after the call
-OUTSIDE = {"grad", "grad_fn", "retains_grad", "output_nr", *ATTRIBUTES, *BACKWARD_HOOKS}
-# what happens later, in the backward pass or in another process
-LATER = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "share_memory_", "pin_memory"}
-# fake tensors take the shape of the first argument here: one value per channel, which training refuses, is none to them
-SHAPE_OF_FIRST = {F.batch_norm: torch.empty_like, torch.batch_norm: torch.empty_like}
-# what a text shows of a tensor
-TEXT = {"__repr__", "__format__", "__str__"}
-
-
 STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 CALLER = os.path.join(os.path.dirname(__file__), "edges.py"), "run"  # what called the model: no line of it is above
 # libraries that torch works with by itself: what they ask, no model asks
@@ -471,10 +447,8 @@ def find_source_line(error: BaseException | None = None) -> tuple[str, str]:
     return ("?", "?") if frame is None else line_of(frame, frame.f_lineno)
 
 
-def describe_decision(node: Any) -> tuple[str, str, str]:
+def describe_decision(node: fx.Node) -> tuple[str, str, str]:
     """Return file:line and text of the running line of the user's code, and a description of a node's number, for a guard."""
-    from .descriptions import describe  # for few models
-
     return (*find_source_line(), describe(node))
 
 

@@ -16,6 +16,8 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import GuardError
+from ..torch_internals import ATTRIBUTES as ADDRESSES
+from ..torch_internals import BACKWARD_HOOKS, TYPED_STORAGE
 from ..torch_internals import tensors as kernels
 from ..torch_internals.modules import DropoutNd
 from ..torch_internals.tensors import DisableTorchFunction, FakeTensor, OpOverload, OpOverloadPacket
@@ -127,6 +129,33 @@ CHECKED: dict[str, tuple[Any, Callable[..., Any]]] = {
     "torch.nn.utils.rnn.PackedSequence": (PackedSequence, make_packed_sequence),
     **{f"torch.{f.__name__}": (f, recurrent(f)) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
 }
+# --- what a run of a model asks of tensors, by the names of methods
+
+CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
+SIZES = {"size", "stride", "numel", "nelement", "storage_offset", "__len__"}
+VALUES = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "__complex__", "is_nonzero"}
+# answers about a tensor's kind, which the checks of the inputs hold
+KIND_QUESTIONS = {"dim", "ndimension", "get_device", "dense_dim", "sparse_dim", "is_coalesced", "can_cast", "has_names"}
+KIND_ANSWERS = (str, torch.dtype, torch.device, torch.layout, torch.finfo, torch.iinfo)
+RESHAPING = {"resize_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "resize_as_", "set_"}
+# what gives its argument itself where there is nothing to do
+SAME_OR_COPY = {"contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "cpu", "cuda"}
+SAME_OR_COPY |= {"flatten", "dropout"}
+ORDERED = {"gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal"}
+# where a tensor's data leaves torch, so that what is done with it there cannot be seen
+LEAVING = {"numpy", "__array__", "data_ptr", "storage", "untyped_storage", TYPED_STORAGE, "__dlpack__", "__reduce_ex__"}
+LEAVING |= {"apply_", "map_", "map2_", "__cuda_array_interface__"}
+# what a graph cannot say of a tensor, as it depends on what was done with it before and after the call
+HISTORY = {"grad", "grad_fn", "retains_grad", "output_nr", *ADDRESSES, *BACKWARD_HOOKS}
+# what happens later, in the backward pass or in another process
+LATER = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "share_memory_", "pin_memory"}
+# fake tensors take the shape of the first argument here: one value per channel, which training refuses, is none to them
+SHAPE_OF_FIRST = {F.batch_norm: torch.empty_like, torch.batch_norm: torch.empty_like}
+# what a text shows of a tensor
+TEXT = {"__repr__", "__format__", "__str__"}
+
+# --- what a graph of a file may not call
+
 # methods of Tensor that reach beyond its values: memory by address, other libraries, hooks, other processes, Python's calls
 OUTSIDE = frozenset(
     """register_hook register_post_accumulate_grad_hook share_memory_ is_shared module_load map_ map2_ apply_ numpy storage

@@ -381,45 +381,6 @@ def exit_autocast(state: Any) -> None:
     torch_modes.exit_autocast(state)
 
 
-def _casts(kind: str) -> bool:
-    try:
-        torch.is_autocast_enabled(kind)
-    except RuntimeError:
-        return False
-    return True
-
-
-# device types that torch has autocast for, whether there is such a device or not; every version of it has others
-CASTING = tuple(filter(_casts, ["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu", "privateuseone"]))
-
-
-def modes() -> dict[str, Any]:
-    """Return the modes of torch that code in forward, and a graph between its enter and exit nodes, can switch, by name."""
-    depth = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    return {
-        "gradients": torch.is_grad_enabled(),
-        "the default dtype": torch.get_default_dtype(),
-        "autocast's cache": torch.is_autocast_cache_enabled(),
-        "autocast's depth": depth,
-        **{f"autocast on {kind}": (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in CASTING},
-    }
-
-
-def set_modes(before: dict[str, Any]) -> None:
-    """Set the modes to a result of `modes`."""
-    torch_modes.set_grad_enabled(before["gradients"])
-    torch.set_default_dtype(before["the default dtype"])
-    for kind in CASTING:
-        enabled, dtype = before[f"autocast on {kind}"]
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
-    torch.set_autocast_cache_enabled(before["autocast's cache"])
-    while modes()["autocast's depth"] > before["autocast's depth"]:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-
-
 def any_gradients(*tensors: torch.Tensor) -> bool:
     """Return whether gradients are enabled and one of these tensors requires them, as the results of an autograd.Function then
     do."""

@@ -36,13 +36,14 @@ from torch.utils._pytree import (
 from .tensors import DisableTorchDispatch, DisableTorchFunction
 
 __all__ = [
-    "BatchNorm", "COMPILED", "CONTEXT_VARIABLES", "ConvNd", "DecoratorContextManager", "DropoutNd", "GLOBAL_HOOKS",
+    "BatchNorm", "CASTING", "COMPILED", "CONTEXT_VARIABLES", "ConvNd", "DecoratorContextManager", "DropoutNd", "GLOBAL_HOOKS",
     "InstanceNorm", "NormBase", "TABLES", "WEIGHT_LISTS", "admit_hooks", "as_listened", "autocast_settings",
     "backward_hooks", "break_graph", "call_uncompiled", "call_with_hooks", "conv_forward", "enter_autocast",
-    "exit_autocast", "forward_hooks", "is_compiling", "is_erased", "is_hooked", "is_listening", "is_refusing_hooks",
-    "keep_floats_constant", "leave_frame", "leave_module", "list_weights", "qualified_name", "refuse_hooks",
-    "replace_forward", "set_grad_enabled", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_structure",
-    "tree_unflatten", "treespec_dumps", "treespec_loads", "without_compiler", "without_watchers",
+    "exit_autocast", "forward_hooks", "get_modes", "is_compiling", "is_erased", "is_hooked", "is_listening",
+    "is_refusing_hooks", "keep_floats_constant", "leave_frame", "leave_module", "list_weights", "qualified_name",
+    "refuse_hooks", "replace_forward", "set_grad_enabled", "set_modes", "tree_flatten", "tree_leaves", "tree_map",
+    "tree_map_only", "tree_structure", "tree_unflatten", "treespec_dumps", "treespec_loads", "without_compiler",
+    "without_watchers",
 ]
 
 # where a module keeps its state; what else `nn.Module()` has are hooks and `training`
@@ -269,3 +270,45 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[
         vars(module).pop("forward", None)
         if own is not None:
             vars(module)["forward"] = own
+
+
+# --- the modes of torch, as one value
+
+
+def _casts(kind: str) -> bool:
+    try:
+        torch.is_autocast_enabled(kind)
+    except RuntimeError:
+        return False
+    return True
+
+
+# device types that torch has autocast for, whether there is such a device or not; every version of it has others
+CASTING = tuple(filter(_casts, ["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu", "privateuseone"]))
+
+
+def get_modes() -> dict[str, Any]:
+    """Return the modes of torch that code in forward, and a graph between its enter and exit nodes, can switch, by name."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return {
+        "gradients": torch.is_grad_enabled(),
+        "the default dtype": torch.get_default_dtype(),
+        "autocast's cache": torch.is_autocast_cache_enabled(),
+        "autocast's depth": depth,
+        **{f"autocast on {kind}": (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in CASTING},
+    }
+
+
+def set_modes(before: dict[str, Any]) -> None:
+    """Set the modes to a result of `get_modes`."""
+    set_grad_enabled(before["gradients"])
+    torch.set_default_dtype(before["the default dtype"])
+    for kind in CASTING:
+        enabled, dtype = before[f"autocast on {kind}"]
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(before["autocast's cache"])
+    while get_modes()["autocast's depth"] > before["autocast's depth"]:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()

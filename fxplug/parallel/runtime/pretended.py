@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.ir import ops
+from ...core.torch_internals.modules import get_modes, set_modes
 from .mesh import SEQUENCE, MeshPosition
 
 WAIT = 600  # seconds for all to come to one collective
@@ -73,7 +73,7 @@ def run_simulated(ways: Mapping[str, int], call: Callable[[int], Any]) -> list[A
 
     def run(rank: int, modes: Any) -> None:
         PRETENDED.set(worlds[rank])
-        ops.set_modes(modes)  # which are a thread's own
+        set_modes(modes)  # which are a thread's own
         try:
             # a device's own thread runs the backward passes of all: one that waits for another in it waits for ever
             with torch.autograd.set_multithreading_enabled(False):
@@ -83,7 +83,7 @@ def run_simulated(ways: Mapping[str, int], call: Callable[[int], Any]) -> list[A
             for barrier, _ in meetings.values():
                 barrier.abort()
 
-    threads = [threading.Thread(target=run, args=(rank, ops.modes())) for rank in range(count)]
+    threads = [threading.Thread(target=run, args=(rank, get_modes())) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
