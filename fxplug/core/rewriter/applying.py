@@ -139,11 +139,7 @@ def record(
         "weight_decay": p.weight_decay,
         "train": p.train,
         "neutral": made_new and not p.made_for_model and all(getattr(block, "neutral", False) for _, (_, block) in named),
-        "sites": [
-            {"path": s.node or s.path, "place": s.rule.place, "block": name, **_apart(s), **_param(s), **_bank(s, block),
-             **_rates(block)}  # fmt: skip
-            for s, (name, block) in named
-        ],
+        "sites": [_describe_site(site, name, block) for site, (name, block) in named],
         "slots": p.slots,
         "inputs": [name_input(gm, p, name) for name in get_own_inputs(gm, p)],
         "networks": list(p.networks),
@@ -151,30 +147,25 @@ def record(
     }
 
 
-def _apart(site: Site) -> dict[str, Any]:
-    """Return a mark for a block beside one of several calls, or with other inputs than its region's, as no adapter file has."""
-    one = any("@" in pattern for pattern in site.rule.match.patterns)
-    other = site.rule.place == "after" and tuple(site.rule.args[:2]) not in (("x", "y"), ("y",))
-    return {"apart": True} if one or other else {}
-
-
-def _param(site: Site) -> dict[str, Any]:
-    """Return the parameter that a block maps, unless it is the weight."""
-    name = str(site.port.keys[0]) if site.port.side == "param" else "weight"
-    return {} if name == "weight" else {"param": name}
-
-
-def _rates(block: nn.Module | None) -> dict[str, Any]:
-    """Return the training settings of parts of a block with their own `lr` or `train`, by the path in the block."""
-    rates = getattr(block, "rates", None)
-    return {"rates": {part: dict(given) for part, given in rates.items()}} if rates else {}
-
-
-def _bank(site: Site, block: nn.Module | None) -> dict[str, Any]:
-    found: Any = block
-    experts = bool(getattr(found, "experts", 0)) and getattr(site.module, "is_transposed", False) is True
-    turned = {"transposed": True} if experts or quantised.is_transposed(site.module) else {}
-    return {"bank": {**found.bank(), **turned, **_param(site)}} if getattr(block, "slots", 0) else {}
+def _describe_site(site: Site, name: str, block: nn.Module | None) -> dict[str, Any]:
+    """Return what a module's record of a pass has of one site, and of the block `name` there."""
+    rule = site.rule
+    found: dict[str, Any] = {"path": site.node or site.path, "place": rule.place, "block": name}
+    one_call = any("@" in pattern for pattern in rule.match.patterns)
+    other_inputs = rule.place == "after" and tuple(rule.args[:2]) not in (("x", "y"), ("y",))
+    if one_call or other_inputs:  # no adapter file has such a block
+        found["apart"] = True
+    mapped = str(site.port.keys[0]) if site.port.side == "param" else "weight"
+    param = {} if mapped == "weight" else {"param": mapped}
+    found.update(param)
+    made: Any = block
+    if getattr(block, "slots", 0):
+        experts = bool(getattr(block, "experts", 0)) and getattr(site.module, "is_transposed", False) is True
+        turned = {"transposed": True} if experts or quantised.is_transposed(site.module) else {}
+        found["bank"] = {**made.bank(), **turned, **param}
+    if rates := getattr(block, "rates", None):  # settings of parts with a learning rate of their own, or that are frozen
+        found["rates"] = {part: dict(given) for part, given in rates.items()}
+    return found
 
 
 def _plain(value: Any) -> Any:
