@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import SpecError, did_you_mean, quote
+from ..core.ir.graph import SampleTable
 from ..core.locks import StateLock
 from ..core.torch_internals.modules import leave_frame, without_compiler
 from ..core.torch_internals.tensors import assert_later, is_watched, version
@@ -343,7 +344,7 @@ def check_values(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Table(Block):
+class Table(SampleTable, Block):
     """The state of a pass's slots, as tensors: it is saved, moved and shared with the weights, and a change recompiles nothing.
 
     `weights`, float32 (ROWS, slots), says how much of each slot each sample takes; all rows are equal where the whole batch

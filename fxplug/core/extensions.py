@@ -10,7 +10,7 @@ What makes modules of traced modules in other ways than passes do overrides `Der
 from __future__ import annotations
 
 import configparser
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -200,6 +200,14 @@ class DistributedPart(Derivation[M]):
 
     def as_first_rank(self) -> AbstractContextManager[None]:
         """Run as the first process for a time, with nothing travelling."""
+        raise NotImplementedError
+
+    def before_call(self, root: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Check before each call of the module `root` that all processes call it alike. Raises GuardError."""
+        raise NotImplementedError
+
+    def everywhere(self, x: Any) -> Any:
+        """Return a small tensor of every process: stacked, in one order, the same in each."""
         raise NotImplementedError
 
 

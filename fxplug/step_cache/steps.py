@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from ..core.clock import Clock
 from ..core.errors import SpecError
+from ..core.extensions import DistributedPart
 from ..core.ir import ops
 from ..core.ir.calls import check_samples
 from ..core.ir.containers import list_leaves
@@ -86,9 +87,9 @@ class Stepped(nn.Module):
         self._clock = Clock(clock, [str(n.target) for n in module.graph.nodes if n.op == "placeholder"])
         self._options: dict[str, Any] | None = None
         self._locks = get_locks(module)
-        collective: Any = next((m for m in module.modules() if hasattr(m, "everywhere")), None)
-        self._everywhere: Callable[[Tensor], Tensor] | None = collective and collective.everywhere
-        self._before: Callable[..., None] | None = collective and collective.before_call
+        part: Any = next((m for m in module.modules() if isinstance(m, DistributedPart)), None)
+        self._everywhere: Callable[[Tensor], Tensor] | None = part and part.everywhere
+        self._before: Callable[..., None] | None = part and part.before_call
         self._parts: dict[str, TracedModule] = {}  # no submodules: they hold what `module` holds
 
     # --- the parts

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from .. import locks
 from ..errors import GuardError
+from ..extensions import DistributedPart
 from ..locks import call_with_read_lock, get_locks
 from ..torch_internals.modules import (
     CONTEXT_VARIABLES,
@@ -91,7 +92,7 @@ def _call_with_slots(module: fx.GraphModule, code: Code, args: tuple[Any, ...], 
 
 
 @without_compiler
-def _compare_call(comparer: Any, module: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _compare_call(comparer: DistributedPart[Any], module: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let processes compare what they are called with: none of that is for a compiler."""
     comparer.before_call(module, args, kwargs)
 
@@ -99,7 +100,7 @@ def _compare_call(comparer: Any, module: fx.GraphModule, args: tuple[Any, ...], 
 @without_compiler
 def _note_steps(module: fx.GraphModule) -> None:
     """Note what the steps of a module's calls need: its locks, and the first block that does something before a call."""
-    vars(module)["_block"] = next((m for m in module.modules() if hasattr(type(m), "before_call")), None)
+    vars(module)["_block"] = next((m for m in module.modules() if isinstance(m, DistributedPart)), None)
     vars(module)["_locks"] = get_locks(module)
 
 
@@ -131,12 +132,20 @@ def _watch(root: nn.Module) -> list[tuple[dict[str, Any], str]]:
 # --- samples that have adapters of their own
 
 
+class ResultWatcher:
+    """A part of a module with slots that looks at the result of each call."""
+
+    def after_call(self, result: Any) -> None:
+        """Look at the result of a call, before the caller has it."""
+        raise NotImplementedError
+
+
 @without_compiler
 def _find_slots(module: fx.GraphModule) -> tuple[fx.Graph, list[Any], list[Any]]:
     """Return the graph, the blocks in it that may have an entry for each sample, and those that look at a result."""
     graph = vars(module)["_graph"]
     tables = [module.get_submodule(str(node.target)) for node in find_tables(graph, module)]
-    return graph, tables, [m for m in module.modules() if hasattr(type(m), "after_call")]
+    return graph, tables, [m for m in module.modules() if isinstance(m, ResultWatcher)]
 
 
 @without_compiler

@@ -331,10 +331,22 @@ def list_targets(graphs: Iterable[fx.Graph], op: str) -> set[str]:
     return {str(node.target) for graph in graphs for node in graph.find_nodes(op=op, sort=False)}
 
 
+class SampleTable:
+    """A module that a graph calls and that may have an entry for each sample of a call."""
+
+    def count_entries(self) -> int:
+        """Return the number of samples with their own entries; 0 if all samples use the same."""
+        raise NotImplementedError
+
+    def check_samples(self, x: Tensor) -> None:
+        """Raise SpecError if the number of samples with entries differs from the first dimension of x."""
+        raise NotImplementedError
+
+
 def find_tables(graph: fx.Graph, module: nn.Module) -> list[fx.Node]:
     """Return the calls of blocks that may have an entry for each sample."""
     calls = graph.find_nodes(op="call_module")
-    return [node for node in calls if hasattr(type(module.get_submodule(str(node.target))), "count_entries")]
+    return [node for node in calls if isinstance(module.get_submodule(str(node.target)), SampleTable)]
 
 
 def find_samples(graph: fx.Graph, module: nn.Module) -> tuple[list[Any], Callable[..., Any] | None]:

@@ -16,6 +16,7 @@ from ...blocks.low_rank import view_slot
 from ...blocks.weight_update import Update
 from ...core.errors import SpecError
 from ...core.extensions import DERIVATION
+from ...core.ir.calls import ResultWatcher
 from ...core.ir.comparison import is_equal
 from ...core.ir.containers import list_leaves
 from ...core.ir.traced_module import TracedModule
@@ -96,7 +97,7 @@ def _shadow(root: nn.Module, row: Row) -> nn.Parameter:
     return root.get_parameter(getattr(root, "meta", {}).get("originals", {}).get(row.name, row.name))
 
 
-class Shadows(KeptBases):
+class Shadows(ResultWatcher, KeptBases):
     """The base weights of a live merge, and what is needed to make the layers' own of them.
 
     `switched(root)` is called after each change of the adapters of `root`, the module that all this is a part of.
