@@ -92,9 +92,11 @@ def _call_with_slots(module: fx.GraphModule, code: Code, args: tuple[Any, ...], 
 
 
 @without_compiler
-def _compare_call(comparer: DistributedPart[Any], module: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _compare_call(
+    part: DistributedPart[Any], module: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Let processes compare what they are called with: none of that is for a compiler."""
-    comparer.before_call(module, args, kwargs)
+    part.before_call(module, args, kwargs)
 
 
 @without_compiler

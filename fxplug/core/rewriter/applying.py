@@ -18,7 +18,7 @@ from ..ir.containers import CodeInGraph, Container
 from ..ir.graph import OF_THE_ROOT, Graph, copy_graph
 from ..ir.traced_module import TracedModule, check_traced, list_class_names, strip_to_container
 from ..spec.pass_file import check_known, check_options, get_arguments, import_target
-from ..spec.rules import Pass, Rule, as_mapping, is_target
+from ..spec.rules import Pass, Rule, is_target
 from .editor import Editor
 from .graft import DiffersBetweenModes, Traces
 from .matcher import find
@@ -143,7 +143,7 @@ def record(
         "slots": p.slots,
         "inputs": [name_input(gm, p, name) for name in get_own_inputs(gm, p)],
         "networks": list(p.networks),
-        "rules": None if p.slots else as_mapping(p),
+        "rules": None if p.slots else _describe_rules(p),
     }
 
 
@@ -166,6 +166,38 @@ def _describe_site(site: Site, name: str, block: nn.Module | None) -> dict[str, 
     if rates := getattr(block, "rates", None):  # settings of parts with a learning rate of their own, or that are frozen
         found["rates"] = {part: dict(given) for part, given in rates.items()}
     return found
+
+
+def _describe_rules(p: Pass) -> dict[str, Any] | None:
+    """Return a pass as the mapping that `load_pass` reads; None if a part is no data, such as a network that is a module."""
+    try:
+        rules = [_describe_rule(rule) for rule in p.rules]
+        return _check_plain({"rules": rules, "inputs": p.inputs, "networks": p.networks})  # type: ignore[no-any-return]
+    except TypeError:
+        return None
+
+
+def _describe_rule(rule: Rule) -> dict[str, Any]:
+    kept = ("use", "place", "port", "args", "options", "name", "combine")
+    made = {key: value for key in kept if (value := getattr(rule, key)) is not None}
+    if isinstance(rule.use, type):
+        made["use"] = f"{rule.use.__module__}:{rule.use.__qualname__}"
+    match = {key: value for key in ("path", "module", "op", "within") if (value := getattr(rule.match, key))}
+    for key in ("module", "within"):
+        if key in match:
+            match[key] = [kind.__name__ if isinstance(kind, type) else kind for kind in match[key]]
+    return {"match": match, **made, "expect": "".join(map(str, rule.expect))}
+
+
+def _check_plain(value: Any) -> Any:
+    """Return a value as JSON data. Raises TypeError for other types."""
+    if isinstance(value, Mapping):
+        return {str(key): _check_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_check_plain(item) for item in value]
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    raise TypeError(f"a {type(value).__name__} is not data")
 
 
 def _plain(value: Any) -> Any:

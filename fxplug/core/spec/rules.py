@@ -462,36 +462,3 @@ class Network(Section):
     args: Annotated[Any, make_validator(_arguments)] = {}
     options: Any = None
     neutral: Any = None
-
-
-def as_mapping(p: Pass) -> dict[str, Any] | None:
-    """Return a pass as the mapping that `load_pass` reads; None if a part of it is no data, such as a network that is a
-    module."""
-    try:
-        rules = [_rule_as_mapping(rule) for rule in p.rules]
-        return _plain({"rules": rules, "inputs": p.inputs, "networks": p.networks})  # type: ignore[no-any-return]
-    except TypeError:
-        return None
-
-
-def _rule_as_mapping(rule: Rule) -> dict[str, Any]:
-    kept = ("use", "place", "port", "args", "options", "name", "combine")
-    made = {key: value for key in kept if (value := getattr(rule, key)) is not None}
-    if isinstance(rule.use, type):
-        made["use"] = f"{rule.use.__module__}:{rule.use.__qualname__}"
-    match = {key: value for key in ("path", "module", "op", "within") if (value := getattr(rule.match, key))}
-    for key in ("module", "within"):
-        if key in match:
-            match[key] = [kind.__name__ if isinstance(kind, type) else kind for kind in match[key]]
-    return {"match": match, **made, "expect": "".join(map(str, rule.expect))}
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON data. Raises TypeError for other types."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return value
-    raise TypeError(f"a {type(value).__name__} is not data")
