@@ -121,6 +121,33 @@ def test_operators_are_well_behaved(name):
     torch.library.opcheck(getattr(torch.ops.fxplug, name).default, given)
 
 
+SHAPES = {
+    "linear": (operators.run_linear, []), "lora": (operators.run_lora_linear, [(2, 8), (4, 2), ()]),
+    "dora": (updated.dora_linear, [(2, 8), (4, 2), (), (4,)]),
+    "lokr": (updated.lokr_linear, [(), (2, 4), None, None, (2, 2), None, None]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_layer_of_which_one_tensor_trains(name):
+    """It gets the gradient of the stock form, and the input is kept only for the gradient of a weight."""
+    function, more = SHAPES[name]
+    shapes = [(6, 8), (4, 8), (4,), *more]
+    for i, shape in enumerate(shapes):
+        if not shape:  # the scale, or a factor that is not there
+            continue
+        values = [None if one is None or (one == (4,) and j == 2 != i) else torch.randn(one) for j, one in enumerate(shapes)]
+        values[i].requires_grad_()
+        found, kept = [], []
+        for form in ("fused", "stock"):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.data_ptr()) or t, lambda t: t):
+                y = function(*values, form=form)
+            found.append(torch.autograd.grad(y.square().sum(), values[i])[0])
+            if form == "fused" and i in (0, 2):
+                assert values[0].data_ptr() not in kept
+        close(*found)
+
+
 def test_fused_banks_export_without_operators_of_their_own(banks):
     take(banks, WEIGHTS["two"])
     with torch.no_grad():

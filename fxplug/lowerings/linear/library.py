@@ -23,9 +23,10 @@ from ...core.torch_internals.tensors import onednn_linear
 
 ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 LIBRARY = torch.library.Library("fxplug", "FRAGMENT")  # type: ignore[no-untyped-call]
+RUNS: dict[str, Any] = {}  # what operators compute, by their names
 
 
-def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None, blas: bool = False) -> Tensor:
+def multiply(a: Tensor, b: Tensor, bias: Tensor | None, blas: bool = False) -> Tensor:
     """Compute a @ b.T + bias for a (rows, inner), b (columns, inner) and bias (columns,), unseen by autograd and compiler."""
     fits = ONEDNN and not blas and a.device.type == "cpu" and a.dtype == torch.float32
     if not fits or not (a.numel() and b.numel()):  # which oneDNN refuses
@@ -55,8 +56,8 @@ def lora_and_hidden(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, blas: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Compute `compute_lora` beside the weight, and its inner values scale * x @ down.T, (rows, rank), for gradients."""
-    inner = multiply(x, down, None, blas).mul_(scale)
-    return multiply(x, weight, bias, blas).addmm_(inner, up.t()), inner
+    y, inner = multiply(x, weight, bias, blas), multiply(x, down, None, blas).mul_(scale)
+    return y.addmm_(inner, up.t()), inner
 
 
 def list_channels(down: Tensor, takes: list[list[float]]) -> list[list[int]]:
@@ -142,11 +143,22 @@ def define(name: str, run: Any, like: Any, backward: Any = None, keep_first: boo
         reads = any(need for i, need in enumerate(ctx.needs_input_grad) if i not in (0, 2))
         ctx.save_for_backward(x if reads else None, *weights, *results[not keep_first :])
 
+    RUNS[name] = run
     LIBRARY.define(name + torch.library.infer_schema(run, mutates_args=()))  # type: ignore[no-untyped-call]
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     LIBRARY.impl(name, on_meta, "Meta")  # type: ignore[no-untyped-call]
     if backward is not None:
         torch.library.register_autograd(f"fxplug::{name}", backward, setup_context=save, lib=LIBRARY)
+
+
+def run_rows(name: str, traced: bool, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """Return what an operator gives first for the rows of x (..., in): (..., out).
+
+    `traced` is whether autograd or a compiler must see the operator; its function alone takes less time.
+    """
+    found = (getattr(torch.ops.fxplug, name) if traced else RUNS[name])(x.flatten(0, -2), weight, *rest)
+    y: Tensor = found if isinstance(found, Tensor) else found[0]
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def _rows(x: Tensor, weight: Tensor, *_: Any) -> Tensor:

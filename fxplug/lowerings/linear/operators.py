@@ -55,8 +55,7 @@ def run_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str 
     ours = library.ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32 and _fits(x, weight)
     if _form(form, trained) != "fused" or not ours or torch.compiler.is_exporting():
         return F.linear(x, weight, bias)
-    product = torch.ops.fxplug.product if compiled or trained else library.multiply
-    return product(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
+    return library.run_rows("product", compiled or trained, x, weight, bias)
 
 
 @make_operator("linear_with_lora")
@@ -82,13 +81,8 @@ def run_lora_linear(
         return torch.add(F.linear(x, weight, bias), compute_update(x, down, up, scale))
     if alone:  # but none for the update beside: on the weight, no pass over the rows is for it
         return F.linear(x, add_update(weight, down, up, scale), bias)
-    blas = way == "blas"
-    flat, shape = x.flatten(0, -2), (*x.shape[:-1], weight.shape[0])
-    if trained:
-        y, _ = torch.ops.fxplug.lora_and_hidden(flat, weight, bias, down, up, scale, blas)
-    else:
-        y = (torch.ops.fxplug.lora if compiled else library.compute_lora)(flat, weight, bias, down, up, scale, blas)
-    return y.view(shape)  # type: ignore[no-any-return]
+    name = "lora_and_hidden" if trained else "lora"
+    return library.run_rows(name, compiled or trained, x, weight, bias, down, up, scale, way == "blas")
 
 
 @make_operator("bank_linear")

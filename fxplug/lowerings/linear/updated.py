@@ -35,10 +35,9 @@ def dora_linear(
     way = _form_of_call(form, x, weight, bias, down, up, magnitude)
     if way == "stock":
         return F.linear(x, decompose(weight + scale * (up @ down), magnitude, 0, weight.dtype).to(weight.dtype), bias)
-    x, bias, given = _called(x, bias)
+    x, bias = operators._cast(x, bias)  # the update itself is not
     traced = torch.compiler.is_compiling() or operators.is_training(x, bias, down, up, magnitude)
-    call = torch.ops.fxplug.dora if traced else dora
-    return call(given, weight, bias, down, up, scale, magnitude, way == "blas")[0].view(*x.shape[:-1], len(weight))
+    return library.run_rows("dora", traced, x, weight, bias, down, up, scale, magnitude, way == "blas")
 
 
 @operators.make_operator("linear_with_lokr")
@@ -55,9 +54,9 @@ def lokr_linear(
     way = _form_of_call(form, x, weight, bias, first, second)
     if way == "stock":
         return F.linear(x, (weight + scale * make_kronecker(first, second)).to(weight.dtype), bias)
-    x, bias, given = _called(x, bias)
-    call = torch.ops.fxplug.lokr if torch.compiler.is_compiling() or operators.is_training(x, bias, first, second) else lokr
-    return call(given, weight, bias, first, second, scale, way == "blas")[0].view(*x.shape[:-1], len(weight))
+    x, bias = operators._cast(x, bias)
+    traced = torch.compiler.is_compiling() or operators.is_training(x, bias, first, second)
+    return library.run_rows("lokr", traced, x, weight, bias, first, second, scale, way == "blas")
 
 
 def _form_of_call(form: str, x: Tensor, weight: Tensor, *rest: Tensor | None) -> str:
@@ -65,12 +64,6 @@ def _form_of_call(form: str, x: Tensor, weight: Tensor, *rest: Tensor | None) ->
     library.check_values(x, weight, *rest)
     plain = torch.compiler.is_exporting() or x.dim() < 2 or not x.numel() or operators.is_training(weight)
     return "stock" if plain else operators._form(form, operators.is_training(x, *rest))
-
-
-def _called(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return input and bias in autocast's dtype if it is enabled, and the input as rows; the update itself is not cast."""
-    x, bias = operators._cast(x, bias)
-    return x, bias, x.flatten(0, -2)
 
 
 # --- their names in torch's library, and their gradients
