@@ -61,7 +61,7 @@ versions:  ## run TESTS on TORCH=oldest (the oldest of everything), or on TORCH=
 	OMP_NUM_THREADS=1 .ci/versions $(TORCH) -n auto --dist worksteal $(TESTS)
 
 fuzz: export HF_HUB_OFFLINE = 1
-fuzz: install  ## attack readers, tracer, switches, plans and exports with CASES=10000 random cases each, from SEED=0 on
+fuzz: install  ## attack readers, tracer, switches, forms, plans and exports with CASES=10000 random cases each, from SEED=0 on
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED)
 
 kernels: export OMP_NUM_THREADS = 1
