@@ -1,19 +1,20 @@
 """Random linear layers with an update, in each form: results and gradients beside those in float64.
 
 Drawn are shapes (empty ones, too), ranks, dtypes, strides, slots and how samples take them, which tensors train, autocast, and
-whether a compiler makes one program for several batches.
+whether a compiler has to make one program for two batches in which samples take other slots.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental import _config as shapes
 
 from fxplug.lowerings.linear import operators, updated
 from fxplug.lowerings.linear.forms import FORMS
@@ -112,6 +113,15 @@ def off(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).norm() / wanted.norm().clamp_min(1e-3))
 
 
+def double(kind: str, tensors: list[Tensor | None], rest: list[Any]) -> list[Tensor | None]:
+    """The tensors of a batch of twice the size, in which samples take other slots."""
+    new = list(tensors)
+    new[0] = torch.cat([tensors[0], tensors[0]])
+    if kind == "bank":
+        new[5] = torch.cat([tensors[5].flip(1), tensors[5]]) if rest[1] == 0 else tensors[5].flip(1)
+    return new
+
+
 def play(seed: int) -> Iterator[str]:
     pick = random.Random(seed)
     kind, tensors, rest, count = draw(pick)
@@ -119,24 +129,25 @@ def play(seed: int) -> Iterator[str]:
     trained = [i < count and pick.random() < some for i in range(len(tensors))]
     auto = dtype == torch.float32 and pick.random() < 0.2
     rounded = torch.bfloat16 if auto else dtype
-    whole, given = cast(tensors, trained, torch.float64), cast(tensors, trained, dtype)
-    function = FUNCTIONS[kind]
-    wanted = results(function, whole, rest, "stock", seed)
-    around: Callable[[], Any] = contextlib.nullcontext
-    if auto:
-        around = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-    with around():
-        stock = results(function, given, rest, "stock", seed)
-    compiled = pick.random() < 0.1 and tensors[0].dim() > 1 and len(tensors[0]) > 1
+    around: Callable[[], Any] = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=auto)
+    function, batches = FUNCTIONS[kind], [tensors]
+    # a compiler makes another program for sizes of 0 and 1
+    compiled = tensors[0].dim() > 1 and len(tensors[0]) > 1 and (kind != "bank" or len(tensors[5]) > 1) and pick.random() < 0.2
+    if compiled:  # for strides, too
+        tensors = [t if t is None else t.contiguous() for t in tensors]
+        batches = [tensors, double(kind, tensors, rest)]
     for form in [form for form in FORMS if form != "stock"]:
-        calls = {"": function}
-        if compiled:
-            torch._dynamo.reset()
-            calls["compiled"] = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
-        for how, call in calls.items():
-            case = f"case {seed}: {kind} {list(tensors[0].shape)} {rounded} {form} {how}"
+        torch._dynamo.reset()
+        program = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
+        for number, (call, batch) in enumerate(itertools.product([function, program][: 1 + compiled], batches)):
+            whole, given = cast(batch, trained, torch.float64), cast(batch, trained, dtype)
+            for tensor in [given[0], *given[5:6]][: 1 + (kind == "bank" and rest[1] == 0)] if compiled else ():
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            wanted = results(function, whole, rest, "stock", seed)
+            case = f"case {seed}: {kind} {list(batch[0].shape)} {rounded} {form}{' compiled' * (call is program and compiled)}"
             try:
-                with around():
+                with around(), torch._dynamo.config.patch(error_on_recompile=number == 3), shapes.patch(use_duck_shape=False):
+                    stock = results(function, given, rest, "stock", seed)
                     found = results(call, given, rest, form, seed)
             except Exception as error:
                 yield f"{case}: {type(error).__name__}: {str(error)[:200]}"

@@ -111,10 +111,13 @@ def magnitude_gradient(
     magnitude: Tensor, norm: Tensor,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of magnitude, (out,), from the result y (rows, out), which is magnitude * (x @ V.T / norm) + bias."""
-    own = magnitude.flatten()
-    found = torch.linalg.vecdot(g, y, dim=0)
-    found = (found if bias is None else found - bias * g.sum(0)) / torch.where(own == 0, 1.0, own)
-    if (rows := ((own == 0) & (norm != 0)).nonzero().flatten()).numel():  # of these the result says nothing
+    own, wide = magnitude.flatten(), torch.promote_types(g.dtype, torch.float32)
+    found, unclear = (g * y).sum(0, dtype=wide), own == 0  # channels of which the result says nothing, or mostly the bias
+    if bias is not None:
+        found -= bias * g.sum(0, dtype=wide)
+        unclear |= bias.abs() > 2 * own.abs() * torch.linalg.vector_norm(x) * x.numel() ** -0.5
+    found /= torch.where(own == 0, 1.0, own)
+    if (rows := (unclear & (norm != 0)).nonzero().flatten()).numel():
         base = weight[rows].to(torch.promote_types(weight.dtype, up.dtype))
         direction = torch.addmm(base, up[rows] * scale, down) / norm[rows, None]
         found[rows] = ((g[:, rows].t() @ x) * direction.to(x.dtype)).sum(1).to(found.dtype)
