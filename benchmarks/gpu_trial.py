@@ -1,15 +1,16 @@
 """One run on a CUDA device: are the Triton kernels right there, and what do the forms of linear layers and of models cost.
 
-python benchmarks/gpu_trial.py [--minutes 5] [--json FILE] [--sections tiles check swap layers models]
+python benchmarks/gpu_trial.py [--minutes 5] [--json FILE] [--sections check swap tiles layers models]
 python benchmarks/gpu_trial.py --write FILE     what was measured becomes `limits.json`, `tiles.json` and a table of the docs
 
 It needs torch and Triton and loads the files of the forms alone: fxplug itself takes newer versions and more packages. Models
-are those of timm and diffusers, beside PEFT, where these are installed. What was found is written after each section. Without
-CUDA all runs at tiny sizes, in Triton's interpreter with TRITON_INTERPRET=1, to try the program; those times mean nothing.
+are those of timm and diffusers, beside PEFT, where these are installed. What was found is written at once, and each section
+has a process of its own: one that crashes or hangs ends itself alone, and at the end of the minutes all is over. Without CUDA
+all runs at tiny sizes, in Triton's interpreter with TRITON_INTERPRET=1, to try the program; those times mean nothing.
 
-`tiles`    the time of `expand` in each tile, and the list of tiles that loses least by the rule that takes one of them
-`swap`     `block_swap.py`, where fxplug can be imported: is training with blocks on the host equal, and what does it cost
 `check`    values and gradients beside float64, and replays of a CUDA graph between which slots are switched
+`swap`     `block_swap.py`, where fxplug can be imported: is training with blocks on the host equal, and what does it cost
+`tiles`    the time of `expand` in each tile, and the list of tiles that loses least by the rule that takes one of them
 `layers`   each form over the plain layer (which a merged one is): by events with the host's time, and as a CUDA graph
 `models`   each form over the plain model: eager, as a CUDA graph, compiled, and compiled with mode="reduce-overhead"
 """
@@ -37,6 +38,7 @@ from typing import Any
 import gpu_models
 import torch
 import torch.nn.functional as F
+from gpu_sections import Trial, finish, start
 from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
@@ -82,28 +84,9 @@ def load(name: str) -> Any:
 
 devices, operators = load("devices"), load("operators")
 low_rank = importlib.import_module("fxplug.blocks.low_rank")
-if torch.__version__ < "2.12":  # whose compiler takes each of its programs for an export
+if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 12):  # whose compiler takes its programs for exports
     importlib.import_module("torch._dynamo.variables.torch")
     torch.compiler.is_exporting = lambda: False
-
-
-class Trial:
-    """What was found, where it is kept, and until when a section may take."""
-
-    def __init__(self, file: Path | None, minutes: float) -> None:
-        self.begun, self.file, self.found = time.monotonic(), file, dict[str, Any]()
-        self.end = self.until = self.begun + 60 * minutes
-
-    def over(self) -> bool:
-        return time.monotonic() > self.until
-
-    def say(self, *text: Any) -> None:
-        print(f"[{time.monotonic() - self.begun:4.0f} s]", *text, flush=True)
-
-    def keep(self) -> None:
-        if self.file is not None:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(json.dumps({**self.found, "seconds": time.monotonic() - self.begun}, indent=1) + "\n")
 
 
 # --- time
@@ -154,7 +137,14 @@ def times(calls: list[Call]) -> Times:
     try:
         return {"eager": by_events(lambda: next(in_turn)()), "graph": by_events(graphed(calls)) / len(calls)}
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+        return {"error": said(error)}
+
+
+def said(error: Exception) -> str:
+    """What an error says; raises one where the device takes nothing any more, as after an illegal access."""
+    if CUDA:
+        torch.cuda.synchronize()
+    return f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def ratios(of: dict[str, Times], how: str) -> dict[str, float]:
@@ -225,6 +215,8 @@ def layers(trial: Trial) -> None:
         }
         trial.found.setdefault("layers", []).append({"mode": mode, "shape": shape, "microseconds": rows[mode, shape]})
         trial.say(mode, shape, {how: ratios(rows[mode, shape], how) for how in ("eager", "graph")})
+        errors = {form: one["error"] for form, one in rows[mode, shape].items() if "error" in one}
+        trial.fail(f"layers: {mode}, {shape}", str(errors)) if errors else None
     table: dict[str, Any] = trial.found.setdefault("table", {})
     for (name, counted), mode, how in itertools.product((MODELS if CUDA else SMALL).items(), FORMS, ("graph", "eager")):
         known = [(rows.get((mode, (m, k, n)), {}), count) for m, k, n, count in counted]
@@ -253,12 +245,15 @@ def tiles(trial: Trial) -> None:
             calls = [
                 lambda one=one: kernels.compute_linear(one.x, one.weight, one.bias, one.down, one.up, one.gates) for one in each
             ]
-            with torch.no_grad():
-                of[tile] = times(calls).get("graph", math.inf)
-        devices.choose_tile = rule
-        if len(of) == len(tried):
+            try:
+                with torch.no_grad():
+                    of[tile] = times(calls).get("graph", math.inf)
+            finally:
+                devices.choose_tile = rule
+        if len(of) == len(tried) and min(of.values()) < math.inf:
             rows.append((shape, of))
     if not rows:
+        trial.fail("tiles", "no shape was measured in each tile: give more minutes")
         return
     at_once = devices.tiles_of(torch.device(DEVICE))[1]
 
@@ -271,7 +266,6 @@ def tiles(trial: Trial) -> None:
     chosen = [c for count in (1, 2, 3, 4) for c in itertools.combinations(tried, count)]
     best = min(chosen, key=lost)
     trial.found["tiles"] = {"list": best, "lost": lost(best), "rows": [[shape, [*map(list, of.items())]] for shape, of in rows]}
-    devices.tiles_of = lambda device: (list(best), at_once)  # what is measured further on takes them
     trial.say("tiles", best, f"lose {lost(best):.3f} of the best for each shape")
 
 
@@ -321,13 +315,14 @@ def swap(trial: Trial) -> None:
     if missing:
         trial.say("swap: left out, as fxplug itself needs", *missing)
         return
-    file = Path(tempfile.mkdtemp()) / "swap.json"
     told = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    run = [sys.executable, "-W", "ignore", Path(__file__).with_name("block_swap.py"), "--json", file]
-    done = subprocess.run(run, env=told, capture_output=True, text=True, timeout=max(60.0, trial.end - time.monotonic()))
-    if not file.is_file():
-        raise RuntimeError((done.stderr.strip().splitlines() or ["no result"])[-1])
-    trial.found["swap"] = found = json.loads(file.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "swap.json")
+        run = [sys.executable, "-W", "ignore", Path(__file__).with_name("block_swap.py"), "--json", file]
+        done = subprocess.run(run, env=told, capture_output=True, text=True)
+        if not file.is_file():
+            raise RuntimeError((done.stderr.strip().splitlines() or [f"no result, and code {done.returncode}"])[-1])
+        trial.found["swap"] = found = json.loads(file.read_text())
     trial.found.setdefault("wrong", []).extend(found["wrong"]) if "wrong" in found else None
     trial.say("swap", found)
 
@@ -341,13 +336,22 @@ HOWS = ("eager", "graph", "reduce-overhead", "compiled")
 @torch.no_grad()
 def models(trial: Trial) -> None:
     """Each model in each way, and how far its result is from that of `stock`."""
-    known, peft = [*gpu_models.subjects(DEVICE, DTYPE)], ["peft"] if importlib.util.find_spec("peft") else []
+    known, peft = [], ["peft"] if importlib.util.find_spec("peft") else []
+    try:
+        for subject in gpu_models.subjects(DEVICE, DTYPE):
+            known.append(subject)
+    except Exception as error:  # a package that does not fit the others
+        trial.fail("models: those that come behind", said(error))
     ways = ["plain", "merged", "stock", "fused", "triton", "triton:weight", *peft]
     for index, (name, make, given, pattern) in enumerate(known):
         until = time.monotonic() + max(0.0, trial.until - time.monotonic()) / (len(known) - index)
         row = trial.found.setdefault("models", {}).setdefault(name, {"failed": {}})
-        base = make().eval().requires_grad_(False).to(DEVICE, DTYPE)
-        wanted = gpu_models.adapted(base, "stock", pattern, operators.run_lora_linear)(*given)
+        try:
+            base = make().eval().requires_grad_(False).to(DEVICE, DTYPE)
+            wanted = gpu_models.adapted(base, "stock", pattern, operators.run_lora_linear)(*given)
+        except Exception as error:
+            trial.fail(f"models: {name}", said(error))
+            continue
         for how, way in itertools.product(HOWS, ways):
             if time.monotonic() > until or (not CUDA and how not in ("eager", "compiled")):
                 continue
@@ -364,7 +368,8 @@ def models(trial: Trial) -> None:
                 spent = by_events(graphed([call]) if how == "graph" else call, 7, 20.0) / 1000
                 row.setdefault(how, {})[way] = {"milliseconds": spent, **({"off": apart} if way in FORMS["inference"] else {})}
             except Exception as error:
-                row["failed"][f"{way}, {how}"] = f"{type(error).__name__}: {str(error)[:200]}"
+                row["failed"][f"{way}, {how}"] = said(error)
+            trial.keep()
         for how in (how for how in HOWS if "plain" in row.get(how, {})):
             plain = row[how]["plain"]["milliseconds"]
             trial.say(name, how, {way: round(each["milliseconds"] / plain, 2) for way, each in row[how].items()})
@@ -380,8 +385,12 @@ def write(file: Path) -> None:
     import roofline
 
     found, rule, folder = json.loads(file.read_text()), load("forms"), Path(devices.__file__).parent
+    if missing := [key for key in ("layers", "tiles", "table") if not found.get(key)]:
+        sys.exit(f"{file} has nothing of {', '.join(missing)}: run the sections tiles and layers to their end")
     rows = []
     for row in found["layers"]:
+        if not all("eager" in row["microseconds"].get(form, {}) for form in ("stock", "fused")):
+            continue
         spent = {form: each["eager"] for form, each in row["microseconds"].items() if "eager" in each and form in rule.FORMS}
         ratios = {form: each / spent["stock"] for form, each in spent.items() if form != "triton"}  # which no rule takes yet
         ratios["blas"] = ratios["fused"]  # on a GPU these are one
@@ -412,6 +421,7 @@ def warm(part: int, of: int) -> None:
         Layer(mode, *shape).call("triton")
 
 
+GRACE = 30  # seconds that a section may take over its share, to import torch and to come to an end
 SECTIONS = {"check": 0.15, "swap": 0.1, "tiles": 0.2, "layers": 0.2, "models": 0.35}  # and their shares of the time
 
 
@@ -422,6 +432,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--write", type=Path, metavar="FILE")
     parser.add_argument("--warm", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--join", action="store_true", help=argparse.SUPPRESS)  # to what the file has
     options = parser.parse_args(arguments)
     if options.write:
         write(options.write)
@@ -433,24 +444,40 @@ def main(arguments: list[str] | None = None) -> int:
     if options.warm:
         warm(*options.warm)
         return 0
-    trial = Trial(options.json, options.minutes)
+    if len(options.sections) > 1:
+        return run_apart(options.sections, options.json, time.monotonic() + 60 * options.minutes)
+    trial, (section,) = Trial(options.json, options.minutes, options.join), options.sections
     name = torch.cuda.get_device_name() if CUDA else "a CPU, whose times mean nothing"
     trial.found.update(device=name, dtype=str(DTYPE)[6:], torch=torch.__version__, triton=triton.__version__)
-    trial.say(trial.found)
-    count = min(12, os.cpu_count() or 1) if CUDA else 0
-    workers = [subprocess.Popen([sys.executable, __file__, "--warm", str(part), str(count)]) for part in range(count)]
-    for worker in workers:
-        worker.wait()
-    for index, section in enumerate(options.sections):
-        left, now = sum(SECTIONS[name] for name in options.sections[index:]), time.monotonic()
-        trial.until = now + max(0.0, trial.end - now) * SECTIONS[section] / left
-        try:
-            globals()[section](trial)
-        except Exception as error:  # what comes behind it is measured all the same
-            trial.found.setdefault("failed", {})[section] = f"{type(error).__name__}: {str(error)[:300]}"
-            trial.say(section, "failed:", trial.found["failed"][section])
-        trial.keep()
+    if "tiles" in trial.found:  # what is measured after them takes them
+        best = [devices.Tile(*tile) for tile in trial.found["tiles"]["list"]], devices.tiles_of(torch.device(DEVICE))[1]
+        devices.tiles_of = lambda device: best
+    trial.say(section, "on", name, "with torch", torch.__version__, "and Triton", triton.__version__)
+    try:
+        globals()[section](trial)
+    except Exception as error:
+        trial.fail(section, f"{type(error).__name__}: {str(error)[:300]}")
+    trial.found.setdefault("done", []).append(section)
     trial.say("written to", options.json)
+    return int("wrong" in trial.found or "failed" in trial.found)
+
+
+def run_apart(sections: list[str], file: Path, end: float) -> int:
+    """Run each section in a process of its own, for its share of the time that is left; no process lives longer than `end`."""
+    file.unlink(missing_ok=True)
+    count = min(12, os.cpu_count() or 1) if CUDA else 0
+    workers = [start(__file__, "--warm", part, count) for part in range(count)]
+    until = time.monotonic() + 0.25 * (end - time.monotonic())
+    for worker in workers:
+        finish(worker, until)
+    for index, section in enumerate(sections):
+        left, now = sum(SECTIONS[name] for name in sections[index:]), time.monotonic()
+        share = max(0.0, end - now) * SECTIONS[section] / left
+        child = start(__file__, "--join", "--json", file, "--minutes", share / 60, "--sections", section)
+        code = finish(child, min(end, now + share + GRACE))
+        trial = Trial(file, 0, join=True)
+        if section not in trial.found.get("done", []):
+            trial.fail(section, "its time was over" if code is None else f"the process ended with code {code}")
     return int("wrong" in trial.found or "failed" in trial.found)
 
 

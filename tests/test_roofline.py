@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,25 @@ def test_the_trial_finds_kernels_that_are_wrong(tmp_path):
     assert subprocess.run(run, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, cwd=BENCHMARKS).returncode == 1
     wrong = {line.partition(":")[0] for line in json.loads((tmp_path / "a.json").read_text())["wrong"]}
     assert wrong == {f"float32, {mode}, triton" for mode in ("inference", "training")}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_a_section_that_crashes_or_hangs_ends_itself_alone(tmp_path, monkeypatch):
+    file = tmp_path / "a.json"
+    last = "import json, sys; new = json.load(open(sys.argv[1])) | {'done': ['layers']}; json.dump(new, open(sys.argv[1], 'w'))"
+    programs = {"check": "import os; os.abort()", "tiles": "import time; time.sleep(60)", "layers": last}
+
+    def start(program, *given):
+        return subprocess.Popen([sys.executable, "-c", programs[given[-1]], file], start_new_session=True)
+
+    monkeypatch.setattr(gpu_trial, "start", start)
+    monkeypatch.setattr(gpu_trial, "GRACE", 0)
+    begun = time.monotonic()
+    assert gpu_trial.run_apart(["check", "tiles", "layers"], file, begun + 9) == 1
+    assert time.monotonic() - begun < 40
+    found = json.loads(file.read_text())
+    assert found["failed"] == {"check": "the process ended with code -6", "tiles": "its time was over"}
+    assert found["done"] == ["layers"]
 
 
 def test_what_a_trial_found_becomes_the_tables_of_the_package(tmp_path, monkeypatch, own_rule):
