@@ -29,6 +29,7 @@ MODES = ("inference", "training", "slots", "mixed", "plain")
 GRID: dict[str, list[int]] = {
     "heavy": [0, 1 << 19, 1 << 20, 1 << 21, 3_500_000, 1 << 22],
     "least": [1 << power for power in (22, 23, 24, 25, 28, 31, 34)], "wide": [0, 256, 384, 512, 768, 1024],
+    "banks": [1 << power for power in (21, 22, 23, 24, 25)],
     "narrow": [0, 256, 384, 512, 768, 1024, 1 << 30], "long": [0, 256, 512, 700, 1024, 2048],
 }  # fmt: skip
 
@@ -125,7 +126,7 @@ def mean(values: list[float]) -> float:
 def fitted(rows: list[dict[str, Any]], limits: dict[str, Any], here: str) -> dict[str, Any]:
     """The limits that lose least on these rows, looked for one after the other until none is better."""
     best, least = dict(limits), mean([lost(row, limits, here) for row in rows])
-    for key in [*GRID, *GRID]:
+    for key in [key for key in [*GRID, *GRID] if limits[key] is not None]:
         for value in GRID[key]:
             tried = {**best, key: value}
             if (loss := mean([lost(row, tried, here) for row in rows])) < least - 1e-5:

@@ -83,10 +83,17 @@ def choose_form(case: Case, device: str) -> str:
 
     `own` are the dtypes with products that are not torch's own. These are faster if a weight is large and a result is wide; in
     training if the input is narrow as well, or the rows are many. A layer of few multiplications takes longer to call than to
-    compute. If `compiled` is false, compiled code has no form but that on the weight.
+    compute; with slots those of their updates count, as only what is used of these is computed (`banks`, null where that is not
+    so), and twice in a dtype with torch's own products alone. If `compiled` is false, compiled code has no form but that on the
+    weight.
     """
     limits, (dtype, rows, inner, outer, rank, slots, grad, compiled, mapped) = LIMITS.get(device), case
-    if limits is None or dtype not in DTYPES or rows * inner * outer < limits["least"] or (slots and not limits["banks"]):
+    if limits is None or dtype not in DTYPES:
+        return "stock"
+    least, work = limits["least"], rows * inner * outer
+    if slots:
+        least, work = limits["banks"], rows * slots * rank * (inner + outer) * (1 if dtype in limits["own"] else 2)
+    if least is None or work < least:
         return "stock"
     own = dtype in limits["own"] and inner * outer >= limits["heavy"]
     wide, long = outer > limits["wide"], rows >= limits["long"]

@@ -22,6 +22,7 @@ from ...core.errors import SpecError
 from ...core.torch_internals.tensors import onednn_linear
 
 ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+FEW = 1 << 22  # multiplications for a sample's updates by all slots, below which to leave some out takes longer
 LIBRARY = torch.library.Library("fxplug", "FRAGMENT")  # type: ignore[no-untyped-call]
 RUNS: dict[str, Any] = {}  # what operators compute, by their names
 
@@ -99,6 +100,10 @@ def compute_bank(
         first = x.transpose(0, batch_dim)
         return compute_bank(first, weight, bias, down, up, rows, slots, 0, blas).transpose(0, batch_dim).contiguous()
     y, each, start = multiply(flat, weight, bias, blas), flat.shape[0] // batch, 0
+    if each * down.shape[0] * sum(weight.shape) < FEW:
+        inner = multiply(flat, down, None, blas)
+        inner.view(batch, each, -1).mul_(rows[:, None])
+        return y.addmm_(inner, up.t()).view(shape)
     samples = zip(takes, list_channels(down, takes), rows.unbind(), strict=True)
     for _, alike in itertools.groupby(samples, key=lambda sample: sample[0]):
         (_, which, gates), *others = alike
