@@ -15,6 +15,7 @@ from .core import extensions
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
+    from .adapters.adapted import load_adapted
     from .adapters.extraction import extract
     from .adapters.file_passes import pass_for
     from .adapters.file_tools import convert_adapter, merge_adapters, resize_adapter
@@ -127,6 +128,7 @@ __all__ = [
     "in_steps",
     "inspect_adapter",
     "load",
+    "load_adapted",
     "load_adapter",
     "load_config",
     "load_onnx",

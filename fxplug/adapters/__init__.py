@@ -6,6 +6,7 @@ EXTENSION = Extension(
     name="adapters",
     bases=("config",),
     names={
+        "load_adapted": "fxplug.adapters.adapted:load_adapted",
         "extract": "fxplug.adapters.extraction:extract",
         "pass_for": "fxplug.adapters.file_passes:pass_for",
         "convert_adapter": "fxplug.adapters.file_tools:convert_adapter",

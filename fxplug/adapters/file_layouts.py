@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,6 +51,11 @@ def read_model(model: nn.Module | None, family: str | None) -> About | None:
         return None
     if family not in FAMILIES:
         raise SpecError(f"no model family '{family}'{did_you_mean(family, FAMILIES)}; there are {', '.join(FAMILIES)}")
+    return _read_published(family)
+
+
+@functools.cache
+def _read_published(family: str) -> About:
     import diffusers
 
     options = dict(FAMILIES[family])
@@ -59,17 +65,35 @@ def read_model(model: nn.Module | None, family: str | None) -> About | None:
 
 def find_family(file: AdapterFile) -> About:
     """Return the first family that all layers of a file fit. Raises ArtifactError."""
+    for _, about in _list_fitting(file):
+        return about
+    known = ", ".join(FAMILIES)
+    raise ArtifactError(f"{file.source} fits none of {known} at their published sizes: give the model that it is for as model=")
+
+
+def list_families(file: AdapterFile) -> list[str]:
+    """Return the families that all layers of a file fit at their published sizes."""
+    return [family for family, _ in _list_fitting(file)]
+
+
+def _list_fitting(file: AdapterFile) -> Iterator[tuple[str, About]]:
     names = [entry.name for entry in file.entries if not entry.part.startswith("text_encoder")]
     unet = any(UNETS.search(name) for name in names)
     for family, options in FAMILIES.items():
-        if ("UNet" in options["class"]) == unet and names and (about := read_model(None, family)):
-            try:
-                place_on_paths(file, about)
-            except ArtifactError:
-                continue
-            return about
-    known = ", ".join(FAMILIES)
-    raise ArtifactError(f"{file.source} fits none of {known} at their published sizes: give the model that it is for as model=")
+        if ("UNet" in options["class"]) != unet or not names:
+            continue
+        about = _read_published(family)
+        try:
+            place_on_paths(file, about)
+        except ArtifactError:
+            continue
+        yield family, about
+
+
+def list_published_layers() -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
+    """Yield each family of models with the shapes of its layers by path."""
+    for family in FAMILIES:
+        yield family, {path: tuple(layer.shape) for path, layer in _read_published(family).layers.items()}
 
 
 def find_layout(file: AdapterFile) -> str:

@@ -23,6 +23,14 @@ FIELDS = (
     "resolution", "trigger_phrase", "prediction_type", "timestep_range", "implementation_version", "is_negative_embedding",
 )  # fmt: skip
 
+# where files say which model they are for
+BASES = ("base_model_name_or_path", "ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "baseModel")
+
+
+def find_base_model(about: Mapping[str, Any]) -> str:
+    """Return what the metadata of a file calls the model that it is for, or ""."""
+    return next((value for key in BASES if isinstance(value := about.get(key), str) and value not in ("", "None")), "")
+
 
 def prefix_fields(given: Mapping[str, str] | None) -> dict[str, str]:
     """Return metadata that a user gives, with ModelSpec's fields under their names in a file (`title` as `modelspec.title`).

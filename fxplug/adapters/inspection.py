@@ -11,6 +11,7 @@ from typing import Any
 
 from ..core.errors import DEFAULT, ArtifactError, Limits, make_printable, quote
 from .contents import list_layers
+from .file_metadata import BASES
 from .file_passes import FormPlan, make_plan
 from .files import AdapterFile, Source, read
 from .formats import find_format
@@ -22,7 +23,6 @@ from .tables import FORMATS, read_table
 
 SHOWN = 5  # so many of a kind are listed
 TRAINED = ("ss_network_dim", "ss_network_alpha", "ss_network_args", "ss_steps", "ss_epoch", "ss_learning_rate", "ss_optimizer")
-BASES = ("base_model_name_or_path", "ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "baseModel")
 TITLES = ("modelspec.title", "ss_output_name", "name", "title")
 SAID = {"base model": BASES, "title": TITLES, "trigger": ("modelspec.trigger_phrase",), "license": ("modelspec.license",)}
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..core.errors import ArtifactError, did_you_mean, format_fields
+from ..core.errors import ArtifactError, did_you_mean, quote
 from .layer_finder import Home, LayerFinder, NameMatches, match_by_order
 from .layer_names import SWAPPED, guess_family
 from .own_files import check_no_own
@@ -56,7 +56,13 @@ class Fit:
     guessed: Mapping[str, str] = field(default_factory=dict)
     homeless: Mapping[str, str] = field(default_factory=dict)
 
-    __repr__ = format_fields
+    def __repr__(self) -> str:
+        counts = {
+            "missing": len(self.missing), "of other shapes": len(self.mismatched), "without a slot": len(self.outside),
+            "of other parts": sum(map(len, self.others.values())), "parameters without a pass": len(self.homeless),
+        }  # fmt: skip
+        more = "".join(f", {count} {name}" for name, count in counts.items() if count)
+        return f"Fit({quote(str(self.file.source))}: {len(self.placed)} placed{more})"
 
     @property
     def assumed(self) -> list[str]:
