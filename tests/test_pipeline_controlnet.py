@@ -14,8 +14,8 @@ import fxplug
 from fxplug.core.errors import SpecError, TrainError
 from fxplug.pipelines.denoiser_call import example_call
 from fxplug.pipelines.observation import observe
-from fxplug.training.adapter_output import check_adapter
-from fxplug.training.network_output import find_network
+from fxplug.training.adapter_output import check_adapter, list_written_passes
+from fxplug.training.network_output import find_frozen_network, find_network
 from fxplug.training.random_draws import Draws
 from fxplug.training.tasks.added_inputs import AddedInputs
 from fxplug.training.tasks.pipeline_denoise import PipelineDenoise
@@ -172,6 +172,12 @@ def test_it_trains_on_sdxl_and_from_a_folder(tmp_path):
     assert all(after.config[key] == value for key, value in before.config.items() if not key.startswith("_"))
     assert not all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
     assert "AutoPipelineForText2Image.from_pipe" in run.use
+    # a LoRA beside it, which stays as it is: adapter/ has the LoRA
+    beside = [f"passes=[{{controlnet: {{network: '{tmp_path / 'cn'}', train: false}}}}, {{lora: {{at: [to_q], rank: 2}}}}]"]
+    run = fxplug.train(config, set=[*beside, "train.steps=2"], out=tmp_path / "lora", quiet=True)
+    assert "adapter/ in the stock pipeline: equal" in (tmp_path / "lora" / "log.jsonl").read_text()
+    assert "load_lora_weights" in run.use and f"ControlNetModel.from_pretrained('{tmp_path / 'cn'}')" in run.use
+    assert all(".to_q.lora_" in key for key in load_file(tmp_path / "lora" / "adapter" / "pytorch_lora_weights.safetensors"))
 
 
 def test_what_is_missing_is_said_before_the_training(tmp_path):
@@ -219,3 +225,7 @@ def test_only_a_controlnet_that_is_all_that_trains_is_one_of_diffusers(recwarn):
         check_adapter(given, task)
     lora = fxplug.apply(module, fxplug.load_pass("lora", at=["to_q"], rank=2))
     assert find_network(lora) is None
+    assert list_written_passes(lora) == ["controlnet", "lora"] and find_frozen_network(lora) is None
+    for name, parameter in lora.named_parameters():
+        parameter.requires_grad_(name.startswith("lora."))
+    assert list_written_passes(lora) == ["lora"] and find_frozen_network(lora).prefix == "controlnet.cn."

@@ -166,10 +166,13 @@ def save_adapter(
     return write(made, path, as_, overwrite)
 
 
-def save_parts(modules: Mapping[str, Any], path: str | os.PathLike[str]) -> Saved:
-    """Write what all passes in models of one pipeline learned as one file of diffusers', which `load_lora_weights` reads.
+def save_parts(
+    modules: Mapping[str, Any], path: str | os.PathLike[str], passes: Mapping[str, Sequence[str]] | None = None
+) -> Saved:
+    """Write what passes in models of one pipeline learned as one file of diffusers', which `load_lora_weights` reads.
 
-    `modules` has the models by their parts, `unet` and `text_encoder`. The digest in the file is that of the first one's base.
+    `modules` has the models by their parts, `unet` and `text_encoder`, and `passes` the names of the passes of each, all of
+    them where it is None. The digest in the file is that of the first one's base.
     Raises what `save_adapter` raises, for the first model of which something cannot be in the file.
     """
     tensors: dict[str, Tensor] = {}
@@ -177,7 +180,8 @@ def save_parts(modules: Mapping[str, Any], path: str | os.PathLike[str]) -> Save
     layers: list[str] = []
     about: dict[str, str] = {}
     for part, module in modules.items():
-        names = [entry["name"] for entry in module.meta.get("passes", [])]
+        every = [entry["name"] for entry in module.meta.get("passes", [])]
+        names = every if passes is None else passes[part]
         made = _content_of(module, read_trained(module, names), "diffusers", FileOptions(part=part))
         tensors |= made.tensors
         configs |= json.loads(made.about[PACKED])

@@ -17,7 +17,7 @@ from ..config.run_config import Config
 from ..core.errors import ArtifactError, FxplugError, get_first_line
 from ..core.ir.traced_module import TRAINED, TracedModule
 from ..pipelines.recorded_run import get_components, hide_warnings
-from .network_output import KIND, find_network, make_controlled_pipeline, make_network_model
+from .network_output import KIND, find_frozen_network, find_network, make_controlled_pipeline, make_network_model
 from .tasks.conditioning import ENCODER
 from .tasks.denoise import Denoise
 from .tasks.pipeline_denoise import PipelineDenoise
@@ -27,6 +27,7 @@ from .trainer import Trainer
 
 DENOISERS = ("unet", "transformer")  # whose layers `load_lora_weights` reads
 FILE = "pytorch_lora_weights.safetensors"
+IMPORTS = f"from diffusers import AutoPipelineForText2Image, {KIND}, DiffusionPipeline"
 EQUAL = {torch.float32: 1e-5, torch.float64: 1e-5}  # of pictures in [0, 1]; in other dtypes PEFT's layers round elsewhere
 
 
@@ -52,7 +53,8 @@ def check_adapter(module: TracedModule, task: Task) -> None:
         _check_encoder(module, task)
         for part, one in parts.items():
             if one.meta.get(TRAINED) or isinstance(task, PipelineDenoise):
-                make_content(read_trained(one), "diffusers", describe_model(one), FileOptions(part=part))
+                held = read_trained(one, list_written_passes(one))
+                make_content(held, "diffusers", describe_model(one), FileOptions(part=part))
     except FxplugError as error:
         warnings.warn(f"adapter/ is not written, {where} all that trains: {error}", stacklevel=3)
         return
@@ -71,6 +73,15 @@ def trained_parts(module: TracedModule, task: Task) -> dict[str, TracedModule]:
         others[ENCODER] = task.encoder.traced
     changed = module.meta.get("passes") or module.meta.get(TRAINED) or not others
     return {**(found if changed else {}), **others}
+
+
+def list_written_passes(module: TracedModule) -> list[str]:
+    """List the passes of a model that `adapter/` has: all but networks that stay as they are, which have folders of their own,
+    as a ControlNet beside which a LoRA trains."""
+    trains = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    entries = module.meta.get("passes", [])
+    return [entry["name"] for entry in entries
+            if not entry.get("networks") or any(name.startswith(f"{entry['name']}.") for name in trains)]  # fmt: skip
 
 
 def list_adapters(module: TracedModule, task: Task, folder: Path) -> dict[Path, dict[str, TracedModule]]:
@@ -105,14 +116,12 @@ def write_adapter(module: TracedModule, task: Task, out: Path, pipeline: str) ->
             if isinstance(error, OSError):
                 warnings.warn(f"{out / 'adapter'} cannot be written: {error}", stacklevel=2)
             return "\n".join(["import fxplug", *lines, _set_model(out, task, task.part)])
-        lines[0] = f"from diffusers import AutoPipelineForText2Image, {KIND}, DiffusionPipeline"
-        loading = f"{KIND}.from_pretrained({str(out / 'adapter')!r})"
-        return "\n".join([*lines, f"pipe = AutoPipelineForText2Image.from_pipe(pipe, controlnet={loading})"])
+        return "\n".join([IMPORTS, *lines[1:], _set_network(repr(str(out / "adapter")))])
     try:
         _check_encoder(module, task)
         for folder, models in folders.items():
             folder.mkdir(exist_ok=True, parents=True)
-            save_parts(models, folder / FILE)
+            save_parts(models, folder / FILE, {name: list_written_passes(one) for name, one in models.items()})
     except (FxplugError, OSError) as error:  # such as a pass that no adapter file of diffusers has a form for
         if isinstance(error, OSError):
             warnings.warn(f"{out / 'adapter'} cannot be written: {error}", stacklevel=2)
@@ -128,7 +137,14 @@ def write_adapter(module: TracedModule, task: Task, out: Path, pipeline: str) ->
             lines.append(f"pipe.{part}.load_lora_adapter({str(folder)!r}, prefix={part!r})")
         else:
             lines = [*(["import fxplug"] if "import fxplug" not in lines else []), *lines, _set_model(out, task, part)]
+    if isinstance(task, PipelineDenoise) and (beside := find_frozen_network(module)) is not None:
+        lines[lines.index("from diffusers import DiffusionPipeline")] = IMPORTS
+        lines.append(_set_network(repr(str(beside.folder)) if beside.folder is not None else '"the folder of the ControlNet"'))
     return "\n".join(lines)
+
+
+def _set_network(folder: str) -> str:
+    return f"pipe = AutoPipelineForText2Image.from_pipe(pipe, controlnet={KIND}.from_pretrained({folder}))"
 
 
 def _set_model(out: Path, task: Task, part: str) -> str:
@@ -158,7 +174,9 @@ def prove_adapter(trainer: Trainer, task: PipelineDenoise, folder: Path) -> None
     if trainer.sharded is not None:
         return
     what = "adapter/ in the stock pipeline"
-    if task.added.names and (network is None or network.guess_mode):
+    beside = find_frozen_network(trainer.module) if network is None and not task.beside else None
+    controls = network or beside
+    if task.added.names and (controls is None or controls.guess_mode or len(task.added.names) > 1):
         trainer.watch.note(f"{what}: not compared, as the stock pipeline does not take '{task.added.names[0]}' so")
         return
     try:
@@ -166,10 +184,12 @@ def prove_adapter(trainer: Trainer, task: PipelineDenoise, folder: Path) -> None
         own_module = trainer.evaluation.module.eval()
         own = task.sampler(own_module, call, steps=task.sample_steps, seed=seed, added=added)
         with with_swapped_weights(trainer.swap, task.pipe):
+            shown = {**call, "image": next(iter(added.values()))} if controls is not None else call
             if network is not None:
-                stock = _drawn_by_network(task, folder, {**call, "image": next(iter(added.values()))}, seed)
+                stock = _drawn_by_network(task, folder, shown, seed)
             else:
-                stock = _drawn_with(task, folders, call, seed)
+                pipe = None if beside is None else _make_controlled(task, make_network_model(trainer.module, beside, task))
+                stock = _drawn_with(task, folders, shown, seed, pipe)
     except Exception as error:  # of the pipeline's loader, PEFT, or a device without memory for both
         trainer.watch.note(f"{what}: could not be compared: {type(error).__name__}: {get_first_line(error)}")
         return
@@ -186,14 +206,21 @@ def _drawn_by_network(task: PipelineDenoise, folder: Path, call: dict[str, Any],
     part = get_components(task.pipe)[task.part]
     with hide_warnings():
         network: Any = ControlNetModel.from_pretrained(folder, local_files_only=True, torch_dtype=part.dtype).to(part.device)
+    return task.sampler.stock(call, steps=task.sample_steps, seed=seed, pipe=_make_controlled(task, network))
+
+
+def _make_controlled(task: PipelineDenoise, network: Any) -> Any:
+    with hide_warnings():
         pipe = make_controlled_pipeline(task, network)
         pipe.set_progress_bar_config(disable=True)
-    return task.sampler.stock(call, steps=task.sample_steps, seed=seed, pipe=pipe)
+    return pipe
 
 
-def _drawn_with(task: PipelineDenoise, folders: Mapping[Path, list[str]], call: dict[str, Any], seed: int) -> Tensor:
+def _drawn_with(
+    task: PipelineDenoise, folders: Mapping[Path, list[str]], call: dict[str, Any], seed: int, stock: Any = None
+) -> Tensor:
     """Return the sample that the stock pipeline draws with the adapters of folders, of these parts; the pipeline is without
-    them afterwards."""
+    them afterwards. `stock` is what draws instead, on the same models."""
     pipe, found = task.pipe, get_components(task.pipe)
     parts = {name: found[name] for names in folders.values() for name in names}
     before = {name: {key: p.requires_grad for key, p in part.named_parameters()} for name, part in parts.items()}
@@ -204,7 +231,7 @@ def _drawn_with(task: PipelineDenoise, folders: Mapping[Path, list[str]], call: 
                     pipe.load_lora_weights(str(folder), weight_name=FILE)
                 else:
                     parts[part].load_lora_adapter(str(folder), prefix=part, weight_name=FILE)
-        return task.sampler.stock(call, steps=task.sample_steps, seed=seed)
+        return task.sampler.stock(call, steps=task.sample_steps, seed=seed, pipe=stock)
     finally:
         if any(task.beside[name].encodes for name in parts if name in task.beside):
             pipe.unload_lora_weights()  # which knows the layers of text encoders

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ KIND = "ControlNetModel"  # whose form is written: of other networks diffusers' 
 
 @dataclass(frozen=True)
 class TrainedNetwork:
-    """A ControlNet that is all that a module trains: `prefix` is what its weights' names begin with, `use` and `options` what
+    """A ControlNet in a module that is trained: `prefix` is what its weights' names begin with, `use` and `options` what
     it was made of, `guess_mode` that of its pass."""
 
     prefix: str
@@ -29,6 +30,12 @@ class TrainedNetwork:
     guess_mode: bool
 
     __repr__ = format_fields
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder that its configuration is read from; None where a function made it."""
+        named = isinstance(self.use, (str, Path)) and not is_target(str(self.use))
+        return (Path(self.use).parent if Path(self.use).name == "config.json" else Path(self.use)) if named else None
 
 
 def find_network(module: TracedModule) -> TrainedNetwork | None:
@@ -40,19 +47,39 @@ def find_network(module: TracedModule) -> TrainedNetwork | None:
     Returns:
         The network; None where something else trains, or a network that diffusers does not have as a ControlNetModel.
     """
-    trains = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    trains = _list_training(module)
+    found = (network for network in _list_networks(module) if all(name.startswith(network.prefix) for name in trains))
+    return next(found, None) if trains else None
+
+
+def find_frozen_network(module: TracedModule) -> TrainedNetwork | None:
+    """Find the ControlNet that stays as it is while passes beside it train.
+
+    Args:
+        module: The rewritten module.
+
+    Returns:
+        The network; None where there is none, or where there are several.
+    """
+    trains = _list_training(module)
+    found = [network for network in _list_networks(module) if not any(name.startswith(network.prefix) for name in trains)]
+    return found[0] if len(found) == 1 else None
+
+
+def _list_training(module: TracedModule) -> list[str]:
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+def _list_networks(module: TracedModule) -> Iterator[TrainedNetwork]:
     for entry in module.meta.get("passes", []):
         known = (entry.get("rules") or {}).get("networks") or {}  # none of a network that was given as a module
         for name in entry.get("networks") or ():
             spec = known.get(name) or {}
             prefix = f"{entry['name']}.{name}."
-            if not trains or not all(each.startswith(prefix) for each in trains):
-                continue
             kinds = getattr(module.get_submodule(prefix[:-1]), "classes", ())
             if kinds and kinds[0] == KIND:
                 guess = bool((entry.get("params") or {}).get("guess_mode"))
-                return TrainedNetwork(prefix, spec.get("use"), dict(spec.get("options") or {}), guess)
-    return None
+                yield TrainedNetwork(prefix, spec.get("use"), dict(spec.get("options") or {}), guess)
 
 
 def make_network_model(module: TracedModule, network: TrainedNetwork, task: PipelineDenoise) -> Any:
@@ -60,7 +87,7 @@ def make_network_model(module: TracedModule, network: TrainedNetwork, task: Pipe
 
     Args:
         module: The module that has it.
-        network: What `find_network` gave.
+        network: What `find_network` or `find_frozen_network` gave.
         task: The task, whose pipeline has the denoiser that it was made for.
 
     Returns:
@@ -73,15 +100,13 @@ def make_network_model(module: TracedModule, network: TrainedNetwork, task: Pipe
 
     weights = {name.removeprefix(network.prefix): value for name, value in module.state_dict().items()
                if name.startswith(network.prefix)}  # fmt: skip
-    use = network.use
     try:
         with torch.device("meta"):
-            if use == f"diffusers:{KIND}.from_unet":
+            if network.use == f"diffusers:{KIND}.from_unet":
                 options = {**network.options, "load_weights_from_unet": False}
                 made = ControlNetModel.from_unet(get_components(task.pipe)[task.part], **options)
-            elif isinstance(use, (str, Path)) and not is_target(str(use)):
-                file = Path(use) if Path(use).name == "config.json" else Path(use) / "config.json"
-                made = ControlNetModel.from_config(read_json(file))
+            elif network.folder is not None:
+                made = ControlNetModel.from_config(read_json(network.folder / "config.json"))
             else:
                 raise ArtifactError(f"how the {KIND} was made is not known, and with it its configuration")
         made.load_state_dict(weights, assign=True)
