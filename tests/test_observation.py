@@ -98,6 +98,28 @@ def test_in_half_precision_the_maps_are_those_of_float32(name, dtype):
     assert {p.dtype for model in models for p in model.parameters()} == {dtype}  # SDXL's pipeline makes its VAE float32
 
 
+def test_a_pipeline_that_asks_for_the_very_class_of_its_scheduler_is_observed():
+    """It takes any other for one that scales, and schedulers of flow have no such method (Bria)."""
+    running = []
+
+    class Asking(diffusers.FluxPipeline):
+        def progress_bar(self, *args, **named):
+            running.append(self)  # a copy, in a run
+            return super().progress_bar(*args, **named)
+
+    def scale(module, args, given):
+        scheduler = running[-1].scheduler
+        if type(scheduler) is not diffusers.FlowMatchEulerDiscreteScheduler:
+            given["hidden_states"] = scheduler.scale_model_input(given["hidden_states"], given["timestep"])
+        return args, given
+
+    pipe = Asking(**tiny.make("flux").components)
+
+    with pipe.transformer.register_forward_pre_hook(scale, with_kwargs=True):
+        seen = observe(pipe, call_of("flux"))
+        assert confirm(pipe, seen) < 1e-6 and (seen.slope, seen.offset) == (0.001, 0.0)
+
+
 def test_both_denoisers_of_a_pipeline_are_seen():
     pipe = tiny.make("wan22")
     with pytest.raises(fxplug.SpecError, match="2 denoisers: set 'part' to one of transformer, transformer_2"):
