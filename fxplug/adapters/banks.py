@@ -87,7 +87,12 @@ class Bank:
 
     @property
     def maps(self) -> bool:
-        """Return whether the block maps the weight itself, so that the slots are the first dimension of its parameters."""
+        """Return whether the block maps the weight itself, with the slots as the first dimension of its parameters."""
+        return self.is_stacked and self.update_kind.place == "param"
+
+    @property
+    def is_stacked(self) -> bool:
+        """Return whether the slots are the first dimension of the block's parameters."""
         return self.update_kind.slots == "first"
 
     def views(self, name: str, tensor: Tensor, slot: int) -> Tensor:
@@ -113,7 +118,9 @@ class Bank:
                 f"'{entry.name}' has a {key} of {list(value.shape)}, and the slots at '{self.path}' take {list(target.shape)}: "
                 "apply the pass with the options that the adapter was trained with"
             )
-        takes = bool(self.slots) and key == self.update_kind.scaled(self.parameters)
+        if self.slots and self.gates:  # a slot that is empty changes nothing: it has what a gate has beyond one
+            value = value.to(torch.promote_types(value.dtype, torch.float32)) - 1
+        takes = bool(self.slots) and not self.gates and key == self.update_kind.scaled(self.parameters)
         if value.dtype == tensor.dtype != torch.float64 and (not takes or entry.scale == 1):
             return value  # whose reader has seen that its numbers are finite
         made = (value.float() * entry.scale).to(tensor.dtype) if takes else value.to(tensor.dtype)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..blocks.base import get_kind
@@ -89,7 +90,7 @@ def _in_slot(bank: Bank, own: dict[str, Tensor], p: str, table: bool) -> Entry |
     telling = [own["magnitude"]] if "magnitude" in own else own.values()
     if not any(value.any() for value in telling):
         return None  # a layer that the adapter has nothing for
-    loose = {key: bank.update_kind.rank_dims(key, own) if bank.maps else (1,) for key in own}
+    loose = {key: bank.update_kind.rank_dims(key, own) if bank.is_stacked else (1,) for key in own}
     rank = max([1, *(_reach(own[key], dim) for key in own for dim in loose[key])])
     return _entry(bank, {key: _cut(value, loose[key], rank) for key, value in own.items()}, 1.0, p, table)
 
@@ -99,6 +100,10 @@ def _entry(bank: Bank, values: dict[str, Tensor], scale: float, p: str, table: b
     if of.whole:
         own = {"delta": values["delta"].contiguous()}
         return Entry(bank.path, bank.path, p, kind, own, 1.0, 0, param=bank.param, method=of.method)
+    if bank.gates:
+        gate = values["gate"]
+        own = {"gate": (gate.to(torch.promote_types(gate.dtype, torch.float32)) + 1).to(gate.dtype) if bank.slots else gate}
+        return Entry(bank.path, bank.path, p, kind, own, 1.0, 0, method=of.method, options=dict(bank.options))
     if of.is_decomposed:
         values["magnitude"] = values["magnitude"].flatten()
         kind = f"{kind} by input" if bank.dim != int(table) else kind  # a table's outputs are its second dimension
@@ -149,11 +154,12 @@ def read_trained(module: Any, passes: Sequence[str] | None = None, *, strict: bo
             if getattr(made, "resizes", False):
                 continue  # `get_merged_heads` has it
             kind = get_kind(made)
-            if kind is None or (kind.method and not kind.whole):
+            gates = kind is not None and kind.place == "after" and bool(kind.method)
+            if kind is None or (kind.method and not kind.whole and not gates):
                 left[path] = f"{name} has a {type(made).__name__} there, which no adapter format can represent"
             elif site.get("apart"):
                 left[path] = f"{name} has a block there that does not run beside every call of the layer, on its input"
-            elif site["place"] != kind.place:
+            elif site["place"] != kind.place and not (gates and site["place"] == "before"):
                 left[path] = f"{name} has a {type(made).__name__} there with place '{site['place']}', not beside the layer"
             elif (entry := _of_block(module, site, path, name)) and entries.setdefault(entry.key(path), entry) is not entry:
                 left[entry.key(path)] = f"{name} has a second update there: choose with passes="
@@ -187,6 +193,8 @@ def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) 
     own = {key: bank.views(key, state[tensor], 0).detach().cpu().clone() for key, tensor in bank.names.items()}
     if bank.update_kind.whole:
         return _entry(bank, own, 1.0, name, False) if own["delta"].any() else None
+    if bank.gates:
+        return _entry(bank, own, 1.0, name, False)
     if f"{bank.block}.scale" not in state:
         raise ArtifactError(f"the update of '{path}' is a bank of slots, and the record of {name} says that it has none")
     return _entry(bank, own, float(state[f"{bank.block}.scale"]), name, False)

@@ -27,6 +27,7 @@ from .updates import Entry, has_lokr_of_3_dims, join
 from .wrapped import OUT_PROJ
 
 CONFIGURED = ("peft", "diffusers")  # what says ranks and alphas in a configuration
+OF_IA3 = ("Linear", "TransposedLinear", "Conv2d", "Conv3d")  # kinds of layers that PEFT's (IA)3 is for
 SCALED = (".query_norm", ".key_norm")  # norms of Flux's own code, whose weight is called scale
 
 
@@ -125,6 +126,10 @@ def explain_refusal(entry: Entry, as_: str, layer: ModelLayer | None) -> str:
     """Why a format cannot hold an update; an empty text where it can."""
     if entry.method == "diff":
         return "" if _has_form(as_, entry) else f"has a whole change of its {entry.param}, which {as_} cannot represent"
+    if entry.kind == "ia3" and layer is not None:
+        if as_ != "peft":
+            return f"is (IA)3, which {as_} cannot represent here: peft can"
+        return "" if layer.kind in OF_IA3 else f"is (IA)3 of a layer that PEFT has none for: it has {', '.join(OF_IA3)}"
     if entry.method:
         if entry.method == "whole":
             return f"is a whole parameter, which {as_} cannot represent: peft and fxplug can"
@@ -225,6 +230,10 @@ def make_tensors(as_: str, key: str, entry: Entry, layer: ModelLayer, biased: bo
     t = dict(entry.tensors)
     if entry.method == "diff":
         return {f"{key}.{_CHANGES[entry.param, len(layer.shape) < 2]}": t["delta"]}
+    if entry.method == "gate":
+        gate, by_output = t["gate"], entry.options["side"] == "output"
+        linear = (-1, 1) if by_output else (1, -1)
+        return {f"{key}.ia3_l": gate.reshape(linear if len(layer.shape) == 2 else (1, -1, *[1] * (len(layer.shape) - 2)))}
     kind, around = entry.update_kind, [1] * (len(layer.shape) - 2)
     keys = _names(as_, kind) or {}
     if as_ == "fxplug":  # the names that the blocks of a pass have, or where these say less LyCORIS'
@@ -265,6 +274,8 @@ def _is_full_lokr(entry: Entry) -> bool:
 def make_config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) -> dict[str, Any]:
     """Return the `adapter_config.json` for the updates by path, all of one kind."""
     base = next(iter(rows))[1].kind.partition("+")[0].replace("dora", "lora")
+    if base == "ia3":
+        return _make_ia3_config(rows, layers)
     ranks, alphas = {}, {}
     rows = [row for row in rows if not row[1].options.get("key", "").endswith(INNER)]  # has the settings of what is around
     targets = sorted(entry.options["target"] for _, entry in rows if "target" in entry.options)
@@ -299,6 +310,21 @@ def make_config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLay
     if base == "lokr":
         made |= _lokr_options(rows, layers)[0]
     return made
+
+
+def _make_ia3_config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) -> dict[str, Any]:
+    """Return PEFT's configuration of gates, of which those of inputs are the feed-forward ones."""
+    feeding = [path for path, entry in rows if entry.options["side"] == "input"]
+    return {
+        "peft_type": "IA3",
+        "target_modules": _targets([path for path, _ in rows], layers),
+        "feedforward_modules": feeding,
+        "fan_in_fan_out": all(path in layers and layers[path].transposed for path, _ in rows),
+        "task_type": None,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }
 
 
 def find_unlike(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) -> dict[str, str]:

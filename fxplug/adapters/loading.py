@@ -194,8 +194,8 @@ def check_samples(p: str, banks: Sequence[Bank], slots: Sequence[int], tensor: C
     """Raises SpecError where some slots of a pass, of which samples take different ones, change a layer without samples."""
     for bank in banks if slots else ():
         if getattr(module_at(module, bank.block), "batch_dim", 0) < 0:
-            up = tensor(bank.names["up"])
-            if any(bank.views("up", up, slot).any() for slot in slots):
+            key = "up" if "up" in bank.names else next(iter(bank.names))
+            if any(bank.views(key, tensor(bank.names[key]), slot).any() for slot in slots):
                 raise SpecError(
                     f"the adapters of '{p}' change '{bank.path}', whose input has no samples, as positions have none, so all "
                     "of a batch share it: use the same adapters for all samples, or load some that leave it alone"

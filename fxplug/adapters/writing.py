@@ -203,7 +203,7 @@ def _is_low_rank(module: Any, held: AdapterContents, passes: Sequence[str] | Non
     sites = [site for entry in get_slotless_passes(module, passes).values() for site in entry["sites"] if site["block"]]
     if held.left_out or held.heads or not held.entries:
         return False
-    if any(entry.method == "whole" or (entry.param != "weight" and not entry.method) for entry in held.entries):
+    if any(entry.method in ("whole", "gate") or (entry.param != "weight" and not entry.method) for entry in held.entries):
         return False
     kinds = {(get_kind(module.get_submodule(site["block"])), site["path"].partition("@")[0]) for site in sites}
     return all(kind and kind.neutral and not (kind.is_decomposed and is_table(module, path)) for kind, path in kinds)

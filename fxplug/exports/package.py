@@ -68,7 +68,7 @@ class PackageAdapters(Adapters):
 
     def about(self) -> About:
         rows = [bank for banks in self.banks.values() for bank in banks]
-        layers = {bank.path: ModelLayer("" if bank.maps else bank.kind, bank.shape, bank.groups) for bank in rows}
+        layers = {bank.path: ModelLayer("" if bank.is_stacked else bank.kind, bank.shape, bank.groups) for bank in rows}
         return About(layers, (self.kind,))
 
 

@@ -187,7 +187,7 @@ def check_slots(adapters: Adapters) -> None:
                 for key, each in bank.names.items():
                     tensor = adapters.tensor(each)
                     part = bank.views(key, tensor, 0)
-                    room = tensor.shape[0] == bank.slots if bank.maps else part.shape[1] == bank.rank
+                    room = tensor.shape[0] == bank.slots if bank.is_stacked else part.shape[1] == bank.rank
                     if not room or not part.is_floating_point() or not part.numel():
                         raise ValueError(f"{quote(each)} must have {bank.slots} slots of rank {bank.rank}")
     except (KeyError, IndexError, RuntimeError, ValueError) as error:

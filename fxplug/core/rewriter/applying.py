@@ -22,6 +22,7 @@ from ..spec.rules import Pass, Rule, is_target
 from .editor import Editor
 from .graft import DiffersBetweenModes, Traces
 from .matcher import find
+from .networks import GATES
 from .sites import Site, Sites, get_own_inputs, name_input
 
 
@@ -152,7 +153,8 @@ def _describe_site(site: Site, name: str, block: nn.Module | None) -> dict[str, 
     rule = site.rule
     found: dict[str, Any] = {"path": site.node or site.path, "place": rule.place, "block": name}
     one_call = any("@" in pattern for pattern in rule.match.patterns)
-    other_inputs = rule.place == "after" and tuple(rule.args[:2]) not in (("x", "y"), ("y",))
+    given = tuple(arg for arg in rule.args if not str(arg).startswith(f"{GATES}:"))
+    other_inputs = rule.place == "after" and given[:2] not in (("x", "y"), ("y",))
     if one_call or other_inputs:  # no adapter file has such a block
         found["apart"] = True
     mapped = str(site.port.keys[0]) if site.port.side == "param" else "weight"

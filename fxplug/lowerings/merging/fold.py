@@ -24,7 +24,7 @@ from ...core.spec.addresses import Port, make_identifier
 from ..linear.layers import BEHIND, LAYERS, PRODUCTS, find_result, get_argument
 from .foldable import FoldableGraph, get_inner
 from .numeric_check import evaluate
-from .updates import FoldStep, ParameterUse, choose_accumulator, fold_block, map_parameter
+from .updates import FoldStep, ParameterUse, choose_accumulator, fold_block, get_scale, map_parameter
 
 
 @with_read_lock
@@ -303,7 +303,9 @@ class FoldPlan:
                 else:
                     value = evaluate(node, self.tree, {get_inner(node): value}, dtype)
             else:
-                via = self.tree.get_submodule(step.via) if step.via else None
+                via = None
+                if step.via:
+                    via = get_scale(self.tree.get_submodule(step.via), gates.get(step.via.partition(".")[0]))
                 own = gates.get(step.block.partition(".")[0])
                 value = fold_block(value, self.tree.get_submodule(step.block), step, use, own, via)
         if old is not None and value.shape == old.shape and value.stride() != old.stride():  # which kernel runs depends on them

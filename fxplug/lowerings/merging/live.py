@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...blocks.base import Table, check_values
 from ...blocks.lora import Lora
 from ...blocks.low_rank import view_slot
+from ...blocks.scale import Scale
 from ...blocks.weight_update import Update
 from ...core.errors import SpecError
 from ...core.extensions import DERIVATION
@@ -25,7 +26,7 @@ from ...core.rewriter.networks import GATES
 from ...core.torch_internals.modules import without_compiler
 from ..lowering import KeptBases, LoweredForm, find_source_tensor
 from .fold import FoldPlan, check_unlowered, find_slotted, get_uniform_gates
-from .updates import ParameterUse, add_lora, choose_accumulator, get_weight, map_parameter
+from .updates import ParameterUse, add_lora, choose_accumulator, get_weight, map_parameter, multiply_layer
 
 HOME = "shadows"  # where the base weights lie in the module tree
 Parts = list[tuple[float, int, list[Tensor]]]  # of a bank: how much of which slot, and what that holds
@@ -65,6 +66,10 @@ def merge_live(gm: TracedModule) -> TracedModule:
         home += "_"
     shadows, made = Shadows(names), {}
     for use in plan.changed():
+        if after := next((step for step in use.steps if step.via), None):
+            raise SpecError(
+                f"'{after.block}' reads what '{after.via}' scales, which merge='live' cannot keep in a weight: use 'fold'"
+            )
         owner, _, last = use.name.rpartition(".")
         module = tree.get_submodule(owner)
         base = module._parameters[last]
@@ -188,6 +193,9 @@ class Shadows(ResultWatcher, KeptBases):
             if place == "param":
                 value = map_parameter(value, block, weights)
                 continue
+            if isinstance(block, Scale):
+                value = multiply_layer(value, block.combine(weights), place, row.kind)
+                continue
             assert isinstance(block, Lora)
             last = index == len(parts) - 1 and value.dtype == shadow.dtype and shadow.is_contiguous()
             turned = row.kind == "TransposedLinear"
@@ -207,6 +215,8 @@ def _slot(block: nn.Module, slot: int) -> list[Tensor]:
     if isinstance(block, Update):
         parts = [p.detach()[slot] for p in block.parameters()]
         return [*parts, torch.stack([part.any() for part in parts])]
+    if isinstance(block, Scale):
+        return [block.weight.detach()[slot]]
     assert isinstance(block, Lora)
     down, up = get_weight(block.down).detach(), get_weight(block.up).detach()
     groups = 0 if block.kind == "Embedding" else block.geometry.get("groups", 1)

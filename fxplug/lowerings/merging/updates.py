@@ -92,26 +92,43 @@ def get_weight(layer: nn.Module) -> Tensor:
 
 
 def fold_block(
-    value: Tensor, block: nn.Module, step: FoldStep, use: ParameterUse, gates: Tensor | None, via: nn.Module | None = None
+    value: Tensor, block: nn.Module, step: FoldStep, use: ParameterUse, gates: Tensor | None, via: Tensor | None = None
 ) -> Tensor:
-    """Return a layer's weight or bias in its accumulator's dtype, with a block before or after the layer folded in."""
+    """Return a layer's weight or bias in its accumulator's dtype, with a block before or after the layer folded in.
+
+    `gates` has how much is taken of each slot, (slots,), None without slots; `via` the factors of the inputs that a `Lora`
+    reads where the layer's own are scaled.
+    """
     dtype, part, kind = value.dtype, use.part, use.kind
-    if step.place == "before":
-        return _columns(value, block)
+    if isinstance(block, Scale):
+        return multiply_layer(value, get_scale(block, gates), step.place, kind)
     whole = part == "bias" or kind == "Embedding"  # what is added to the result is added to this
     if isinstance(block, Lora):
         if part == "weight":
             if via is None:
                 value = add_lora(value, block, gates, transposed=kind == "TransposedLinear")
             else:
-                value = value + _columns(compute_delta(block, gates, dtype), via)
+                value = value + multiply_layer(compute_delta(block, gates, dtype), via, "before", kind)
         if block.bias and whole:
             value = value + block.up.bias.to(dtype) * block.scale.to(dtype)  # type: ignore[operator]
         return value
-    assert isinstance(block, (Scale, Ssf))
-    scale = (block.weight if isinstance(block, Scale) else block.scale).to(dtype)
-    value = value * (scale if kind == "Embedding" else scale.view(-1, *[1] * (value.dim() - 1)))
-    return value + block.shift.to(dtype) if isinstance(block, Ssf) and whole else value
+    assert isinstance(block, Ssf)
+    value = multiply_layer(value, block.scale, "after", kind)
+    return value + block.shift.to(dtype) if whole else value
+
+
+def get_scale(block: nn.Module, gates: Tensor | None) -> Tensor:
+    """Return the factors of the channels that a `Scale` has, or those of its slots of which so much is taken."""
+    assert isinstance(block, Scale)
+    return block.weight if gates is None or not block.slots else block.combine(gates)
+
+
+def multiply_layer(value: Tensor, scale: Tensor, place: str, kind: str) -> Tensor:
+    """Return a layer's weight or bias whose inputs, or with `place` "after" outputs, are times these factors."""
+    scale = scale.to(value.dtype)
+    if place == "before":
+        return value * scale.view(1, -1, *[1] * (value.dim() - 2))
+    return value * (scale if kind == "Embedding" else scale.view(-1, *[1] * (value.dim() - 1)))
 
 
 def map_parameter(value: Tensor, block: nn.Module, gates: Tensor) -> Tensor:
@@ -124,10 +141,6 @@ def map_parameter(value: Tensor, block: nn.Module, gates: Tensor) -> Tensor:
             own = {name: bank[slot].detach().to(value.dtype) for name, bank in banks.items()}
             total = total + gate * block.change(value, own)
     return total
-
-
-def _columns(weight: Tensor, scale: nn.Module) -> Tensor:
-    return weight * get_weight(scale).to(weight.dtype).view(1, -1, *[1] * (weight.dim() - 2))
 
 
 def run_in_dtype(block: nn.Module, dtype: torch.dtype, *args: Any) -> Any:
