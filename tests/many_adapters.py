@@ -81,20 +81,21 @@ def base(dtype: torch.dtype = torch.float64, **options: Any) -> Any:
 
 
 LAYERS = {"lora": ["stem", "qkv", "out"], "ia3": ["qkv", "stem"], "delta": ["qkv", "norm", "before"]}
+WITHOUT_RANK = ("ia3", "ssf", "delta")
 
 
 def slotted(kind: str = "lora", slots: int = 8, gm: Any = None, at: Any = None, **options: Any) -> Any:
     """The model with slots of a kind."""
-    rank = {"rank": RANK} if kind not in ("ia3", "delta") else {}
+    rank = {"rank": RANK} if kind not in WITHOUT_RANK else {}
     given = {"at": at or LAYERS.get(kind, ["stem", "qkv"]), **rank, **options}
-    given |= {"slots": slots} if kind != "ia3" else {}
+    given |= {"slots": slots} if kind != "ssf" else {}
     return fxplug.apply(base() if gm is None else gm, fxplug.load_pass(kind, **given))
 
 
 def settings(number: int, kind: str = "lora", steps: int = 5) -> dict[str, Any]:
     """The settings of an adapter, all of them its own."""
     row: dict[str, Any] = {"name": f"a{number}", "steps": steps - number % 3, "batch": 1 + number % 3, "seed": number}
-    if kind not in ("ia3", "delta"):
+    if kind not in WITHOUT_RANK:
         row |= {"rank": (4, 8, 2, 8)[number % 4], "alpha": (None, 16.0)[number % 2]}
     if kind == "lora":
         row["dropout"] = (0.0, 0.2)[number % 2]

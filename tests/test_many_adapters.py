@@ -23,7 +23,7 @@ from fxplug.training.shared_pass import SharedPass
 from fxplug.training.trainer import Trainer
 
 
-@pytest.mark.parametrize("kind", ["lora", "loha", "lokr", "dora", "ia3", "lora_weight", "delta"])
+@pytest.mark.parametrize("kind", ["lora", "loha", "lokr", "dora", "ia3", "ssf", "lora_weight", "delta"])
 def test_each_learns_what_its_run_alone_does(kind):
     count = 8 if kind == "lora" else 3
     rows = [settings(number, kind) for number in range(count)]
@@ -41,13 +41,33 @@ def test_each_learns_what_its_run_alone_does(kind):
         losses = [record["loss"] for record in run.history if record["adapter"] == row["name"]]
         assert losses == pytest.approx([record["loss"] for record in alone.history], abs=1e-9)
         assert len(losses) == row["steps"]
-    if kind == "ia3":  # whose blocks have no slots
+    if kind == "ssf":  # whose blocks have no slots
         return
     assert module.adapters.names == [row["name"] for row in rows]
     x = torch.randn(4, 3, 6, 6, dtype=torch.float64)
     for row in rows:
         module.eval().adapters.use(row["name"])
         assert torch.allclose(module(x), run.get_adapter(row["name"]).eval()(x), atol=1e-6)
+
+
+def test_adapters_of_several_kinds_train_side_by_side():
+    kinds = ("lora", "loha", "lokr", "ia3", "dora", "ia3", "lora")
+    module, at = base(), ["stem", "qkv"]
+    for kind in dict.fromkeys(kinds):
+        module = slotted(kind, slots=2 - (kind == "lora"), gm=module, at=at)  # the second LoRA waits for the first one's slot
+    rows = [{**settings(number, kind), "passes": [kind]} for number, kind in enumerate(kinds)]
+    run = train(module, rows)
+    x = torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    for kind, row in zip(kinds, rows, strict=True):
+        alone = train_alone({key: value for key, value in row.items() if key != "passes"}, kind, at=at)
+        assert distance(trained(run, row["name"]), alone.trained) < 1e-9
+        if row["name"] != "a6":  # whose slot 'a0' has
+            module.eval().adapters.use(row["name"])
+            assert torch.allclose(module(x), alone.module.eval()(x), atol=1e-6)
+    assert sorted(module.adapters.names) == [f"a{number}" for number in range(6)]
+    both = {**settings(1, "ia3"), "passes": ["lora", "ia3"]}
+    run = train(slotted("ia3", gm=slotted(at=at), at=at), [both, settings(0, "ia3")])
+    assert all(len(trained(run, name)) == 6 for name in ("a0", "a1"))  # two of each LoRA and a gate, in two layers
 
 
 def test_the_base_is_computed_once_for_all_and_is_one(monkeypatch):
@@ -252,6 +272,8 @@ def test_what_cannot_be_trained_so_is_refused_in_words():
     refused("ranks", {}, {"ranks": 9})
     refused("name", {"name": "../x"})
     refused("needs one of 'steps' and 'epochs' at most", {"epochs": 2})
+    refused(r"adapters\[0\].passes: no pass 'lra' trains here \(did you mean 'lora'\?\); there are lora", {"passes": ["lra"]})
+    refused("needs one pass at least; there are lora", {"passes": []})
     refused("no pass here has blocks with a dropout", {"rank": 4}, module=slotted("loha"))
     refused("is not for a run of many adapters: each step of all", accumulate=2)
     refused("is not for a run of many adapters: the base is one", trainable=["head"])

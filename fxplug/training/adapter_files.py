@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +10,9 @@ from torch import Tensor
 
 from ..adapters.contents import read_trained
 from ..adapters.formats import find_part
-from ..adapters.writing import describe_model, make_content, save_adapter
+from ..adapters.updates import AdapterFile
+from ..adapters.writing import save_adapter
 from ..core.errors import ArtifactError, FxplugError, SpecError
-from ..core.ir.containers import find_tensor
 from ..core.ir.traced_module import TracedModule
 from .param_groups import fill_within
 from .tasks.denoise import Denoise
@@ -66,19 +65,18 @@ def load_into_slots(
     adapters: Any = module.adapters
     left = []
     for name, one in trained:
-        passes = [entry["name"] for entry in module.meta["passes"] if entry["slots"] and entry["train"]]
+        own = {entry["name"] for entry in one.meta["passes"]}
+        slotted = [entry["name"] for entry in module.meta["passes"] if entry["slots"] and entry["train"]]
+        passes = [p for p in slotted if p in own]
         if any("" not in adapters.names_of(p) for p in passes):
             left.append(name)
             continue
-        whys = []
-        for form in ("peft", "fxplug"):
-            try:
-                made = make_content(read_trained(one), form, describe_model(one), there=partial(find_tensor, one))
-                adapters.load(name, made.tensors, config=made.config or None)
-                break
-            except (ArtifactError, SpecError) as error:
-                whys.append(f"{form}: {error}")
-        else:
-            note(f"{name}: is not in a slot of the module: {'; '.join(whys)}")
+        try:
+            held = read_trained(one)
+            if held.left_out:
+                raise SpecError("; ".join(f"'{path}' {why}" for path, why in held.left_out.items()))
+            adapters.load(name, AdapterFile(name, held.entries))
+        except (ArtifactError, SpecError) as error:
+            note(f"{name}: is not in a slot of the module: {error}")
     if left:
         note(f"{', '.join(left)}: not in the module, which has {adapters.slots} slots; adapter/ has all")

@@ -6,6 +6,7 @@ that are that adapter's: none computes, or sees, another's samples, so that 0 x 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from ..blocks.lora import Lora
 from ..blocks.scale import Scale, Ssf
 from ..core.artifacts.modules import get_constructor_arguments, list_constructor_parameters
 from ..core.capture.isolation import get_random_state
-from ..core.errors import SpecError, TrainError
+from ..core.errors import SpecError, TrainError, did_you_mean
 from ..core.ir import ops
 from ..core.ir.graph import change, erase, insert, replace
 from ..core.ir.traced_module import TracedModule, copy_graphs, strip_to_container
@@ -57,10 +58,24 @@ def list_adapter_passes(module: TracedModule) -> list[dict[str, Any]]:
     return entries
 
 
+def find_left_out(module: TracedModule, chosen: Sequence[str] | None) -> list[str]:
+    """Return the passes that an adapter with these does not train. Raises SpecError for an unknown name."""
+    names = [entry["name"] for entry in list_adapter_passes(module)]
+    if chosen is not None and not chosen:
+        raise SpecError(f"needs one pass at least; there are {', '.join(names)}", path=("passes",))
+    for name in chosen or ():
+        if name not in names:
+            finding = f"no pass '{name}' trains here{did_you_mean(name, names)}; there are {', '.join(names)}"
+            raise SpecError(finding, path=("passes",))
+    return [] if chosen is None else [name for name in names if name not in chosen]
+
+
 # --- one adapter
 
 
-def make_adapter_module(module: TracedModule, given: Mapping[str, Any], seed: int) -> TracedModule:
+def make_adapter_module(
+    module: TracedModule, given: Mapping[str, Any], seed: int, chosen: Sequence[str] | None = None
+) -> TracedModule:
     """Return a module with slots as that of one adapter, with new blocks in the place of the slots.
 
     Args:
@@ -68,13 +83,15 @@ def make_adapter_module(module: TracedModule, given: Mapping[str, Any], seed: in
         given: The adapter's own `rank`, `alpha` and `dropout`; what is not given is the pass's.
         seed: What the new blocks are drawn from, in the order of the model's layers, as `apply` draws those of a pass without
             slots.
+        chosen: The names of the passes that it trains; None is all. The blocks of the others are not called.
 
     Returns:
         A module on the same tensors, but for the blocks.
 
     Raises:
-        SpecError: A rank beyond the slots', or an option that no block has.
+        SpecError: No such pass, a rank beyond the slots', or an option that no block has.
     """
+    left_out = find_left_out(module, chosen)
     tree, graphs = strip_to_container(module), copy_graphs(module)
     order = {name: index for index, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
     passes: list[dict[str, Any]] = []
@@ -83,6 +100,11 @@ def make_adapter_module(module: TracedModule, given: Mapping[str, Any], seed: in
         for entry in module.meta["passes"]:
             if not entry["train"]:
                 passes.append(entry)
+                continue
+            if entry["name"] in left_out:
+                for graph in graphs.values():
+                    _leave_blocks(graph, entry, tree)
+                tree._modules.pop(entry["name"])
                 continue
             sites = sorted(entry["sites"], key=lambda site: order.get(site["path"].partition("@")[0], len(order)))
             for name, site in {site["block"]: site for site in sites}.items():
@@ -168,6 +190,33 @@ def _leave_slots(graph: fx.Graph, entry: Mapping[str, Any]) -> None:
     erase({value for value in read if value.target is ops.edge and not value.users})
 
 
+def _leave_blocks(graph: fx.Graph, entry: Mapping[str, Any], tree: nn.Module) -> None:
+    """Take the blocks of a pass out of a graph: who reads their results reads what they change."""
+    if entry["slots"]:
+        _leave_slots(graph, entry)
+    places = {site["block"]: site["place"] for site in entry["sites"]}
+    for node in [node for node in graph.find_nodes(op="call_module") if node.target in places]:
+        block = tree.get_submodule(str(node.target))
+        replace(node, node.args[0 if places[str(node.target)] == "param" else _find_changed(block, node)])
+
+
+def _find_changed(block: nn.Module, node: fx.Node) -> int:
+    """Return which argument of a call of a block is the value that its result takes the place of. Raises SpecError where none
+    is known."""
+    names = list(inspect.signature(type(block).forward).parameters)[1:]
+    before = node.meta.get("pass", {}).get("instead")
+    found = [n for n, value in enumerate(node.args) if isinstance(value, fx.Node) and value.name == before]
+    if "y" in names:
+        found = [names.index("y")]
+    if not found:
+        raise SpecError(
+            f"'{node.target}' is not given the value that its result takes the place of, so that an adapter without it cannot "
+            "train beside others: leave it out",
+            path=("passes",),
+        )
+    return found[0]
+
+
 def _describe_alone(entry: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the record of a pass with slots as that of one adapter without."""
     own = {key: value for key, value in given.items() if value is not None and key in entry["params"]}
@@ -218,28 +267,36 @@ class AdapterBlocks(nn.Module):
     """The blocks that all adapters have at one place, each for its own samples.
 
     With `function` the blocks make parameters, and this calls it with them: `at` has the positions of these parameters among
-    the arguments, and the blocks for each. Samples are in dimension `dim` of all that the blocks are given.
+    the arguments, and the blocks for each. Samples are in dimension `dim` of all that the blocks are given. An adapter
+    without a block leaves the parameter as it is, or the argument number `changed`.
     """
 
     def __init__(
-        self, name: str, rows: Rows, blocks: Sequence[nn.Module], dim: int = 0, function: Any = None, at: Any = None
+        self,
+        name: str,
+        rows: Rows,
+        blocks: Sequence[nn.Module | None],
+        dim: int = 0,
+        function: Any = None,
+        at: Any = None,
+        changed: int = 0,
     ) -> None:
         super().__init__()
-        self.name, self.rows, self.dim, self.function = name, rows, dim, function
+        self.name, self.rows, self.dim, self.function, self.changed = name, rows, dim, function, changed
         self.blocks = tuple(blocks)
-        self.at: dict[int | str, tuple[nn.Module, ...]] = {}
-        self.held = nn.ModuleList(blocks)  # so that they have a mode; a list of modules is slow to read
-        self.draws = any(may_draw(block) for block in blocks)
+        self.at: dict[int | str, list[tuple[nn.Module | None, ...]]] = {}  # one after the other, where several passes map it
+        self.held = nn.ModuleList(filter(None, blocks))  # so that they have a mode; a list of modules is slow to read
+        self.draws = any(may_draw(block) for block in self.held)
         # the layer's output is added to once for all, not divided and joined again
         self.adds = bool(blocks) and all(type(block) is Lora and not block.same_padding for block in blocks)
         for key, found in (at or {}).items():
             self.add_blocks(key, found)
 
-    def add_blocks(self, key: int | str, blocks: Sequence[nn.Module]) -> None:
-        """Let blocks make the parameter at another position of the function's arguments."""
-        self.at[key] = tuple(blocks)
-        self.held.extend(blocks)
-        self.draws |= any(may_draw(block) for block in blocks)
+    def add_blocks(self, key: int | str, blocks: Sequence[nn.Module | None]) -> None:
+        """Let blocks map the parameter at a position of the function's arguments, before those that map it already."""
+        self.at.setdefault(key, []).insert(0, tuple(blocks))
+        self.held.extend(filter(None, blocks))
+        self.draws |= any(may_draw(block) for block in blocks if block is not None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given = args if self.function is None and not self.adds else args[:1]
@@ -257,14 +314,17 @@ class AdapterBlocks(nn.Module):
 
     def _call(self, index: int, own: list[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         if self.adds:
-            return self.blocks[index].compute(*own)  # type: ignore[operator, no-any-return]
+            return self.blocks[index].compute(*own)  # type: ignore[operator, union-attr, no-any-return]
         if self.function is None:
-            result: Tensor = self.blocks[index](*own)
+            block = self.blocks[index]
+            result: Tensor = own[self.changed] if block is None else block(*own)
             return result
         given, named = [*own, *args[1:]], dict(kwargs)
-        for key, blocks in self.at.items():
+        for key, chain in self.at.items():
             table: Any = named if isinstance(key, str) else given
-            table[key] = blocks[index](table[key])
+            for block in (blocks[index] for blocks in chain):
+                if block is not None:
+                    table[key] = block(table[key])
         made: Tensor = self.function(*given, **named)
         return made
 
@@ -302,7 +362,7 @@ def join_adapters(module: TracedModule, adapters: Sequence[TracedModule], rows: 
 
     Args:
         module: The module with slots that all were made of.
-        adapters: What `make_adapter_module` made of it, equal but for their blocks.
+        adapters: What `make_adapter_module` made of it, equal but for their blocks and passes.
         rows: Whose rows are whose, which is set before each call.
 
     Returns:
@@ -311,12 +371,18 @@ def join_adapters(module: TracedModule, adapters: Sequence[TracedModule], rows: 
     Raises:
         SpecError: A place where adapters cannot be distinguished by sample.
     """
-    first = adapters[0]
+    passes = [entry["name"] for entry in list_adapter_passes(module)]
+    own = [{entry["name"] for entry in one.meta["passes"]} for one in adapters]
+    whole = next((one for one, names in zip(adapters, own, strict=True) if names.issuperset(passes)), None)
+    first = make_adapter_module(module, {}, 0) if whole is None else whole
     tree, graphs = strip_to_container(first), copy_graphs(first)
-    for entry in list_adapter_passes(module):
+    for entry in reversed(list_adapter_passes(module)):  # of several that map a parameter the last one is read by the layer
         for site in {site["block"]: site for site in entry["sites"]}.values():
             name = site["block"]
-            blocks = [strip_to_container(one.get_submodule(name)) for one in adapters]  # each with a mode of its own
+            blocks = [
+                strip_to_container(one.get_submodule(name)) if entry["name"] in names else None  # each with a mode of its own
+                for one, names in zip(adapters, own, strict=True)
+            ]
             if site["place"] == "param":
                 for graph in graphs.values():
                     _call_by_rows(tree, graph, name, blocks, rows)
@@ -328,11 +394,14 @@ def join_adapters(module: TracedModule, adapters: Sequence[TracedModule], rows: 
                         f"'{site['path']}' from the pass",
                         path=("train", "adapters"),
                     )
-                _set_submodule(tree, name, AdapterBlocks(name, rows, blocks, dim))
+                every = (node for graph in graphs.values() for node in graph.find_nodes(op="call_module"))
+                calls = [node for node in every if node.target == name]
+                changed = _find_changed(module.get_submodule(name), calls[0]) if None in blocks and calls else 0
+                _set_submodule(tree, name, AdapterBlocks(name, rows, blocks, dim, changed=changed))
     return first.derived(tree, graphs)
 
 
-def _call_by_rows(tree: nn.Module, graph: fx.Graph, name: str, blocks: Sequence[nn.Module], rows: Rows) -> None:
+def _call_by_rows(tree: nn.Module, graph: fx.Graph, name: str, blocks: Sequence[nn.Module | None], rows: Rows) -> None:
     """Let what reads a block's parameter be called for each adapter's rows with that adapter's own."""
     for node in [node for node in graph.find_nodes(op="call_module") if node.target == name]:
         for number, user in enumerate(list(node.users)):

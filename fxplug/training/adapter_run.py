@@ -19,6 +19,7 @@ class AdapterRun:
     def __init__(self, name: str, index: int, trainer: Trainer) -> None:
         self.name, self.index, self.trainer, self.shared = name, index, trainer, SharedModule()
         self.ended, self.failed = False, ""
+        self.passes = {entry["name"] for entry in trainer.module.meta["passes"]}
         trainer.runner = trainer.take_step.loss.runner = self.shared
         with seed_within(trainer.seed_of_draws):
             trainer.state.end_step()  # its generators stand where those of a run alone do

@@ -19,7 +19,7 @@ from ..core.errors import FxplugError, SpecError, TrainError, prefix_path
 from ..core.ir.traced_module import TracedModule
 from .adapter_check import check_alike, check_by_sample
 from .adapter_files import load_into_slots, write_adapter_files
-from .adapter_modules import RandomState, Rows, join_adapters, list_adapter_passes, make_adapter_module
+from .adapter_modules import OPTIONS, RandomState, Rows, join_adapters, list_adapter_passes, make_adapter_module
 from .adapter_run import AdapterRun
 from .adapter_settings import PATH, check_adapter_settings, make_adapter_settings, read_adapters
 from .adapter_state import AdapterStates
@@ -98,7 +98,7 @@ class AdapterRuns:
         self.config = dict(config or {"model": module.classes[0], "train": settings.model_dump(mode="json")})
         self.accelerator = accelerator or make_accelerator(settings.precision, device)
         check_adapter_settings(settings, self.accelerator)
-        self.limit = self._count_slots()
+        self.room = self._count_slots()
         if self.out is not None:
             check_saved([module])
         common = {"base": base, "timm": timm, "accelerator": self.accelerator, "quiet": True, "config": self.config}
@@ -108,7 +108,7 @@ class AdapterRuns:
             own = make_adapter_settings(settings, index)
             of_seed = seed if one.seed is None else one.seed
             with prefix_path(*PATH, index):
-                made = make_adapter_module(module, one.model_dump(include={"rank", "alpha", "dropout"}), of_seed)
+                made = make_adapter_module(module, one.model_dump(include={*OPTIONS}), of_seed, one.passes)
             if isinstance(data, Loader) and given["data"] is None and len(plain) > 1:
                 raise TrainError("one Loader cannot give the samples of several adapters: give each its own, or a data set")
             loaders = [given[key] if given[key] is not None else default for key, default in (("data", data), ("test", test))]
@@ -135,14 +135,14 @@ class AdapterRuns:
         self._even = True  # whether all that train have taken the same steps of the whole
         self._kept = -1  # the last round with a checkpoint
 
-    def _count_slots(self) -> int:
-        """Return how many adapters can train at once: as many as there are free slots; all, where blocks have none.
+    def _count_slots(self) -> dict[str, int]:
+        """Return how many adapters can train at once in each pass with slots: as many as are free.
 
         Raises SpecError for none, and for a name that is taken.
         """
         entries = [entry for entry in list_adapter_passes(self.module) if entry["slots"]]
         if not entries:
-            return len(self.settings.adapters)
+            return {}
         adapters: Any = self.module.adapters
         names: dict[str, list[str]] = {entry["name"]: adapters.names_of(entry["name"]) for entry in entries}
         for p, there in names.items():
@@ -151,7 +151,12 @@ class AdapterRuns:
                     raise SpecError(f"'{one.name}' is in a slot of pass '{p}' already: unload it", path=(*PATH, index, "name"))
             if "" not in there:
                 raise SpecError(f"all {len(there)} slots of pass '{p}' are taken, by {', '.join(there)}: unload one", path=PATH)
-        return min(there.count("") for there in names.values())
+        return {p: there.count("") for p, there in names.items()}
+
+    def _has_room(self, one: AdapterRun) -> bool:
+        """Return whether each pass of an adapter has a slot that none of those that train has."""
+        mine = one.passes & self.room.keys()
+        return all(sum(p in other.passes for other in self._active) < self.room[p] for p in mine)
 
     # --- what was learnt
 
@@ -268,12 +273,12 @@ class AdapterRuns:
     def _fill(self, waiting: list[AdapterRun]) -> None:
         """Let those that train run to the next call of the module, and others begin in the place of those that end."""
         while True:
-            while waiting and len(self._active) < self.limit:
-                one = waiting.pop(0)
+            while (one := next(filter(self._has_room, waiting), None)) is not None:
+                waiting.remove(one)
                 self.rows.drawings[one.index] = one.start(lambda: self._asked)
                 self._active.append(one)
             self._resume_all(self._active)
-            if not waiting or len(self._active) >= self.limit:
+            if not any(map(self._has_room, waiting)):
                 return
 
     def _resume_all(self, those: Sequence[AdapterRun]) -> None:
@@ -351,7 +356,7 @@ class AdapterRuns:
             passes = tuple(f"{entry['name']}." for entry in list_adapter_passes(self.module))
             base = compute_digest({name: value for name, value in tensors.items() if not name.startswith(passes)})
             each = {one.name: one.trainer.describe({}) for one in self.runs}
-            self._described = {"base weights": base, "slots": self.limit, "adapters": each}
+            self._described = {"base weights": base, "slots": self.room, "adapters": each}
         return self._described
 
     def _resume(self, path: Path) -> None:

@@ -160,7 +160,8 @@ class GroupRates(Section):
 
 
 ADAPTER_NAME = r"^\w[\w .+-]*$"  # it is the name of a folder, too
-OF_ADAPTER = ("name", "data", "rank", "alpha", "dropout", "seed")  # what an adapter has that the section `train` has not
+# what an adapter has that the section `train` has not
+OF_ADAPTER = ("name", "data", "passes", "rank", "alpha", "dropout", "seed")
 
 
 class TrainedAdapter(Section):
@@ -170,6 +171,7 @@ class TrainedAdapter(Section):
     data: str | dict[str, Any] | None = declare(
         None, "its samples: what differs from the section `data`, or the path alone", {"images": "ink/"}
     )
+    passes: list[Text] | None = declare(None, "the passes that it trains, by name; null: all that train", ["ia3"])
     rank: int | None = declare(None, "its rank, up to that of the slots; null: that of the pass", 16, ge=1)
     alpha: float | None = declare(None, "its alpha; null: that of the pass", 8, gt=0)
     dropout: float | None = declare(None, "its dropout; null: that of the pass", 0.1, ge=0, lt=1)
