@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..core.quantised import get_weight_shape
 from .base import Block, Method, UpdateKind, align_to_dim, check_slots, find_used_slots, get_width, make_kind_key
+from .dimensions import find_batch_dim, is_sampled
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site, Value
@@ -27,11 +29,9 @@ def _fits(own: Mapping[str, Tensor], options: Mapping[str, Any], shape: Sequence
 
 def find_samples(value: Value, dim: int, batch: int) -> int:
     """Return which of the first two dimensions of a value has a batch of so many samples, as traced; -1 if neither has."""
-    from . import dimensions
-
     shape, node = value.shape, value.node
-    found = None if node is None else dimensions.find_batch_dim(node, batch)
-    if found is None and node is not None and (batch in shape[:2] or dimensions.is_sampled(node)):
+    found = None if node is None else find_batch_dim(node, batch)
+    if found is None and node is not None and (batch in shape[:2] or is_sampled(node)):
         found = 0 if shape[0] == batch or len(shape) < 3 or shape[1] != batch else 1
     channels = dim % len(shape)
     return found if found is not None and 0 <= found < min(channels + 1, 2) and found != channels else -1
@@ -63,6 +63,7 @@ class Scale(Block):
         super().__init__()
         check_slots(slots)
         self.width, self.dim, self.slots, self.batch_dim = width, dim, slots, batch_dim
+        self.layer: dict[str, Any] = {}  # of a bank: what it tells of the layer that it is beside
         self.weight = nn.Parameter(torch.zeros(slots, width) if slots else torch.ones(width), requires_grad=not slots)
 
     @classmethod
@@ -71,12 +72,18 @@ class Scale(Block):
         SpecError."""
         value = site.args[0]
         width, dim = get_width(site, value, dim)
-        return cls(width, dim, slots, find_samples(value, dim, site.args[-1].shape[0]) if slots else 0)
+        if not slots:
+            return cls(width, dim)
+        made = cls(width, dim, slots, find_samples(value, dim, site.args[-1].shape[0]))
+        made.layer = {"options": {"side": "output" if site.rule.place == "after" else "input"}}
+        if isinstance(weight := getattr(site.module, "weight", None), Tensor):
+            made.layer["shape"] = list(get_weight_shape(site.module, weight))
+        return made
 
     def bank(self) -> dict[str, Any]:
         """Return the description of the bank and its place; see `adapters.banks.Bank`."""
         return {"kind": make_kind_key(type(self)), "slots": self.slots, "rank": 1, "shape": [self.width],
-                "parameters": ["gate"]}  # fmt: skip
+                "parameters": ["gate"], **self.layer}  # fmt: skip
 
     def forward(self, y: Tensor, rows: Tensor | None = None) -> Tensor:
         if rows is not None:
