@@ -82,6 +82,18 @@ def test_a_stage_is_computed_once_for_what_it_needs():
     assert "bytes kept" in hoisted.listing and [row.name for row in hoisted.stages] == list(hoisted.used)
 
 
+def test_the_report_has_the_table_of_stages(tmp_path):
+    gm, hoisted = make()
+    check(gm, hoisted, **inputs())
+    page = fxplug.report(gm, hoisted, tmp_path / "page.html")
+    table = page.tables[-1]
+    assert table.title == "Stages" and [row[0] for row in table.rows] == list(hoisted.used)
+    assert "Conditions: text; time: t." in table.about
+    for row, stage in zip(table.rows, hoisted.stages, strict=True):
+        assert row[2] == f"{stage.weights:,}" and row[-1] == f"{stage.kept_bytes:,}"
+    assert "conditions+time" in (tmp_path / "page.html").read_text()
+
+
 def test_no_step_reads_the_weights_of_what_is_kept():
     gm, hoisted = make()
     call = inputs()

@@ -15,6 +15,8 @@ from ..core.errors import ArtifactError, FxplugError, SpecError
 from ..core.ir.traced_module import TracedModule, list_class_names
 from ..core.reading import read_json
 from ..core.verifier import Report, is_split
+from ..lowerings.hoist.hoisted import HoistedModule
+from ..lowerings.hoist.listing import make_cells
 from ..lowerings.pipeline import list_layer_forms
 from ..step_cache.slices import Slices
 from .contents import Page, PassRow, SiteRow, TableSection
@@ -245,6 +247,15 @@ def _cached(module: TracedModule, after: GraphText) -> TableSection | None:
     later, every = slices.operations(slices.later), slices.operations(slices.flow.nodes)
     about = f"What a StepCache keeps. A step that takes it from an earlier one runs {later:,} of {every:,} operations."
     return TableSection("Step cache", about, ["value", "pass", "shape", "how"], rows)
+
+
+def make_stage_table(hoisted: HoistedModule) -> TableSection:
+    """Make the table of the stages of a hoisted module."""
+    head, *rows = make_cells(hoisted.stages)
+    groups = hoisted.groups
+    named = f"Conditions: {', '.join(groups.conditions) or 'none'}; time: {', '.join(groups.time) or 'none'}"
+    about = f"What `lower(hoist=...)` computes once. {named}. A parameter is of the last stage that reads it."
+    return TableSection("Stages", about, list(head), [list(row) for row in rows])
 
 
 def _inputs(module: TracedModule, after: GraphText) -> TableSection | None:

@@ -14,15 +14,16 @@ from ..core.errors import FxplugError, SpecError
 from ..core.ir.traced_module import TracedModule
 from ..core.verifier import Report
 from ..core.writing import write_text
+from ..lowerings.hoist.hoisted import HoistedModule
 from .contents import Page
-from .gather import gather_contents, make_error_page, read_manifest
+from .gather import gather_contents, make_error_page, make_stage_table, read_manifest
 from .page import write_html
 from .run_log import read_run
 
 
 def report(
     base: TracedModule | None,
-    new: TracedModule,
+    new: TracedModule | HoistedModule,
     out: str | os.PathLike[str] | None = None,
     *,
     checks: Report | None = None,
@@ -37,7 +38,7 @@ def report(
 
     Args:
         base: The module before the rewrite; None takes what a rewrite kept with a saved one.
-        new: The rewritten module.
+        new: The rewritten module, or what `lower(hoist=...)` made of it: the page then has the table of its stages.
         out: The file to write: HTML, or the page's contents as JSON where it ends with `.json`; None writes nothing.
         checks: What `verify` gave; None takes what was kept with the module.
         folder: Where the module was saved, or the folder of its training run: the page then has the hashes of its files, and
@@ -49,14 +50,18 @@ def report(
     Raises:
         SpecError: A module is no traced one, the file is of another kind, or it cannot be written.
     """
-    for what, module in (("base", base), ("new", new)):
+    hoisted = new if isinstance(new, HoistedModule) else None
+    traced: TracedModule = new.module if isinstance(new, HoistedModule) else new
+    for what, module in (("base", base), ("new", traced)):
         if not isinstance(module, TracedModule) and not (module is None and what == "base"):
             raise SpecError(f"report takes traced modules, and {what} is a {type(module).__name__}: use fxplug.trace first")
     if out is not None:
         check_kind(out)
     home = None if folder is None else Path(folder)
     saved = home and _find_saved(home)
-    page = gather_contents(base, new, checks=checks, manifest=read_manifest(saved) if saved else None)
+    page = gather_contents(base, traced, checks=checks, manifest=read_manifest(saved) if saved else None)
+    if hoisted is not None:
+        page.tables.append(make_stage_table(hoisted))
     if home is not None:
         page.run = read_run(home)
     if out is not None:

@@ -59,17 +59,23 @@ def list_stages(cut: StageCut, places: Mapping[str, Sequence[Place]], kept: Kept
     return rows
 
 
-def format_stages(rows: Sequence[StageRow]) -> str:
-    """Format the rows of a table of stages."""
-    head = ("stage", "operations", "parameters", "", "FLOPs", "", "bytes a set", "bytes kept")
+def make_cells(rows: Sequence[StageRow]) -> list[tuple[str, ...]]:
+    """Make the texts of a table of stages, its head first."""
+    head = ("stage", "operations", "parameters", "share", "FLOPs", "share", "bytes a set", "bytes kept")
     cells = [
         (r.name, f"{r.operations:,}", f"{r.weights:,}", f"{r.weight_share:.1%}", f"{r.flops:,}", f"{r.flop_share:.2%}",
          f"{r.result_bytes:,}", f"{r.kept_bytes:,}")
         for r in rows
     ]  # fmt: skip
-    widths = [max(len(row[i]) for row in (head, *cells)) for i in range(len(head))]
+    return [head, *cells]
+
+
+def format_stages(rows: Sequence[StageRow]) -> str:
+    """Format the rows of a table of stages."""
+    cells = make_cells(rows)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
-    for first, *rest in (head, *cells):
+    for first, *rest in cells:
         lines.append("  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True))]).rstrip())
     return "\n".join(lines) + "\n"
 
