@@ -153,6 +153,7 @@ def test_a_family_trains_and_the_stock_pipeline_draws_the_same_with_its_adapter(
     run = trainer_of(module, task, out=tmp_path / "run", steps=6)
     losses = [record["loss"] for record in run.fit()]
     assert all(0 < loss < 10 for loss in losses)
+    assert task.sized.of(SIZE).call.observation.time in module.meta["input_groups"]["time"]  # for lower(hoist=True)
     call, seed, added = task.last_sample()
     own = task.sampler(module, call, steps=2, seed=seed)
     base = task.sampler.stock(call, steps=2, seed=seed)

@@ -86,10 +86,13 @@ def test_what_is_saved_answers_every_call_of_its_pipeline_where_it_is_loaded(nam
     wanted = [tiny_pipelines.draw(pipe, name, **call) for call in calls]
     loaded = fxplug.load(tmp_path / "out")
     assert {entry["name"] for entry in loaded.meta["passes"]} == {"lora"}
-    for way in (loaded, fxplug.pipeline_part(loaded)):
+    hoisted = fxplug.lower(loaded, fuse=None, hoist=True)  # by what was seen of its inputs
+    for way in (loaded, fxplug.pipeline_part(loaded), hoisted):
         setattr(pipe, part, way)
         for call, want in zip(calls, wanted, strict=True):
             assert torch.equal(tiny_pipelines.draw(pipe, name, **call), want), call
+    assert hoisted.groups.time == (("t",) if name == "z_image" else ("timestep",))
+    assert hoisted.counts["step"] or name == "qwen_image"  # whose graph is of two texts, as their sizes are plain numbers
 
 
 def test_the_pipeline_is_opened_once_and_has_its_model_still(pipes, monkeypatch):

@@ -14,6 +14,7 @@ from torch import nn
 from ..core.errors import SpecError, did_you_mean, quote
 from ..core.ir.containers import list_leaves, map_leaves
 from .opening import call_parameters, is_modular, quote_error, silence_libraries
+from .step_inputs import StepInputs
 from .tracing import record_first_calls
 
 PROMPT = "a photo"  # where a call says nothing
@@ -58,6 +59,17 @@ class ExampleCall:
             raise SpecError(f"{finding}: give 'call' arguments with which it does, or another 'part'", path=("model", "part"))
         given: tuple[tuple[Any, ...], dict[str, Any]] = found[self.part]
         return given
+
+    def find_input_groups(self) -> dict[str, list[str]] | None:
+        """Find which inputs of the part stay the same in two steps of the pipeline, and which say the time, as `StepInputs`.
+
+        The part runs once. None for one that is called in fewer steps.
+        """
+        latent = {"output_type": "latent"} if "output_type" in self.names else {}
+        seen, call = StepInputs(), {**{name: copy.copy(value) for name, value in self.arguments.items()}, **latent}
+        with contextlib.suppress(Exception), silence_libraries():  # the pipeline's, which its first call did not raise
+            record_first_calls(self.pipe, {self.part: self.pipe.components[self.part]}, (), call, True, seen)
+        return seen.find_groups(self.part)
 
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that the part is traced with: of two texts, so that any number of samples fits, where the

@@ -22,6 +22,7 @@ from .latent_maps import LatentMap, MapError, flatten_tensors, make_codes, solve
 from .opening import call_parameters
 from .recorded_run import STEPS, PipelineRun, RecordedStep, call_pipeline, check_arguments, get_components, refuse
 from .several_latents import find_picture_place, is_predicted_alone, list_settings, switch_scales_off
+from .step_inputs import has_numbers
 
 MOST_STEPS = 24  # where a denoiser is called in few of them, as the first one of two
 PROMPTS = "a red ball", "two old green boats on a lake"
@@ -79,6 +80,13 @@ class Observation:
         if abs(divisor - round(divisor)) < 1e-6 * abs(divisor) and abs(divisor) > 1:
             return time / round(divisor) + self.offset
         return time * self.slope + self.offset
+
+    @property
+    def input_groups(self) -> dict[str, list[str]]:
+        """Arguments of the denoiser that stay the same in each step, and those that say the time, for `lower(hoist=True)`."""
+        times = [self.time, *self.also]
+        stay = [name for name in self.condition if name not in (self.noisy, *times, *self.beside)]
+        return {"conditions": [name for name in stay if has_numbers(self.condition[name])], "time": times}
 
     def list_facts(self) -> dict[str, str]:
         """Return what was observed, in words by what it is about."""

@@ -17,6 +17,7 @@ from .call_forms import FORMS, add_call_forms
 from .diffusers_types import pipeline_part
 from .example_call import ExampleCall, call_arguments, encode_once
 from .opening import call_parameters, open_pipeline, quantize_part, silence_libraries
+from .step_inputs import note_groups
 from .tracing import find_models, record_first_calls
 
 NAMES = ("unet", "transformer", "prior", "decoder")  # how the names of denoisers begin
@@ -63,7 +64,8 @@ def build_pipeline_model(config: Config, *, device: str | None = None) -> BuiltM
 
 
 def _built(call: ExampleCall, mode: str, meta: bool) -> BuiltModel:
-    """Return a part of a pipeline with the arguments of its first call; `meta` traces it for that form of call alone."""
+    """Return a part of a pipeline with the arguments of its first call; `meta` traces it for that form of call alone, and
+    notes no groups of its inputs."""
     pipe, model = call.pipe, call.pipe.components[call.part]
     with encode_once(pipe):
         inputs = call.example()
@@ -74,6 +76,7 @@ def _built(call: ExampleCall, mode: str, meta: bool) -> BuiltModel:
         with encode_once(pipe):
             if not meta:
                 add_call_forms(made, call)
+                note_groups(made, call.find_input_groups())
         return made
 
     return BuiltModel(model, inputs, pipe, complete, call.part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.ir.containers import list_leaves, map_leaves
+from ..core.ir.traced_module import TracedModule
 
 META = "input_groups"  # the key in a traced module's meta that `lower(hoist=True)` reads
 DENOISERS = ("unet", "transformer")  # as names of denoisers begin
@@ -93,6 +94,14 @@ class StepInputs:
             elif is_time(value) and is_time(other):
                 found["time"].append(key)
         return found if any(found.values()) else None
+
+
+def note_groups(module: TracedModule, groups: Mapping[str, list[str]] | None) -> None:
+    """Note in a module's meta which of its inputs stay and which say the time, where anything does."""
+    inputs = [str(node.target).lstrip("*") for node in module.graph.nodes if node.op == "placeholder"]
+    found = {group: [name for name in names if name in inputs] for group, names in (groups or {}).items()}
+    if any(found.values()):
+        module.meta[META] = found
 
 
 def is_equal(one: Any, other: Any) -> bool:

@@ -24,8 +24,7 @@ from ..core.torch_internals.modules import replace_forward
 from .control import META, SettingsProxy, controlnet_of, join, make_stub, read_settings
 from .diffusers_types import PipelinePart, pipeline_part
 from .recorded_run import EndOfRecording
-from .step_inputs import META as META_OF_INPUTS
-from .step_inputs import StepInputs
+from .step_inputs import StepInputs, note_groups
 
 
 def trace_pipeline(
@@ -94,8 +93,8 @@ def trace_parts(
                 if not isinstance(model, TracedModule):
                     model = pipeline_part(trace(model, given, named), model, LIMIT if variants is None else variants)
                 made[name] = model
-            if inputs is not None and isinstance(model, TracedModule) and (groups := inputs.find_groups(name)) is not None:
-                model.meta[META_OF_INPUTS] = groups
+            if inputs is not None and isinstance(model, TracedModule):
+                note_groups(model, inputs.find_groups(name))
         except TraceError as error:
             raise TraceError(f"{name}: {error}") from error
     if join and isinstance(unet := made.get("unet"), TracedModule):

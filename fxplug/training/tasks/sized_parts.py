@@ -18,6 +18,7 @@ from ...pipelines.example_call import ExampleCall, call_arguments, encode_once
 from ...pipelines.observation import PROMPTS, Observation, confirm, observe
 from ...pipelines.opening import call_parameters
 from ...pipelines.recorded_run import get_components
+from ...pipelines.step_inputs import META, note_groups
 from ..random_draws import Draws
 from .added_inputs import AddedInputs
 from .model_call import find_tensor
@@ -170,6 +171,8 @@ class SizedParts:
         what passes take beside, and those in which its pipeline draws."""
         for size in sizes:
             one = self.of(size)
+            if META not in module.meta:
+                note_groups(module, one.call.observation.input_groups)
             condition = one.stock.one(PROMPTS[0], self.example_arguments(size))
             for number in dict.fromkeys((count, 1)) if one.call.batching.lists else (count,):
                 x = torch.zeros(number, *one.call.shape, device=self.device)
