@@ -218,6 +218,21 @@ def stepping(name: str, what: str, wrap: Callable[[Any, State], Any], **params: 
     return Feature(name, what, do)
 
 
+def hoisted(gm: Any, state: State) -> Any:
+    """What does not depend on the latents computed once, with the other lowerings of the cell: a call before has kept it."""
+    inputs = [str(node.target).lstrip("*") for node in gm.graph.nodes if node.op == "placeholder"]
+    conditions = [name for name in inputs[1:] if name != "timestep" and name in state.kwargs]
+    if not conditions and "timestep" not in inputs:
+        raise NotApplicable("the model has no input but what changes at every call")
+    source = gm.meta["source"] if state.lowered and "source" in gm.meta else gm
+    groups = {"conditions": conditions, "time": [name for name in inputs if name == "timestep"]}
+    return fxplug.lower(source, **{"fuse": None, **state.lowered}, hoist=groups)
+
+
+def hoisting(state: State) -> State:
+    return replace(state, around=(*state.around, hoisted), calls=2)
+
+
 # --- lowerings
 
 
@@ -422,6 +437,7 @@ FEATURES: dict[str, Feature] = {
                  lambda gm, _: fxplug.StepCache(gm, fxplug.Every(2), clock=None)),
         stepping("ditfastattn", "DiTFastAttn with a schedule of full steps",
                  lambda gm, _: fxplug.FastAttention(gm, clock=None)),
+        Feature("hoist", "lower(hoist=...), at a step whose conditions and time an earlier one had", hoisting),
         *(lowering(f"fuse_{form}", f"lower(fuse={form!r}): {about}", LORAS, fuse=form) for form, about in FORMS.items()),
         Feature("merge_fold", "merge of all passes that are functions of weights", folded, needs=WEIGHTS),
         lowering("merge_live", "lower(merge='live')", ("lora_mixed",), merge="live"),

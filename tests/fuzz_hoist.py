@@ -8,22 +8,25 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from functools import cache
+from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 import tiny_pipelines
 import torch
 
 import fxplug
+from fxplug.core.errors import FxplugError
 from fxplug.core.ir.containers import list_leaves, map_leaves
 from fxplug.core.ir.traced_module import TracedModule
 from fxplug.lowerings.hoist.hoisted import HoistedModule
 from fxplug.lowerings.hoist.sameness import has_same_bits
 
-CALLS = 25  # of one subject in its turn
+CALLS = 100  # of one subject in its turn
 FAMILIES = tuple(name for name in tiny_pipelines.CALLS if name != "wan22")
 TIMES, LATENTS = {"timestep", "t"}, {"hidden_states", "sample", "x"}
 TIME_VALUES = (999.0, 500.0, 0.5, 1.0)
+CONTEXTS = (*[nullcontext] * 4, torch.inference_mode, partial(torch.autocast, "cpu", torch.bfloat16))
 
 
 @cache
@@ -94,6 +97,7 @@ class Subject:
         self.inputs = dict(signature.arguments)
         self.prompts = [self.draw_conditions() for _ in range(2)]
         self.changes = [getattr(self, name) for name in dir(type(self)) if name.startswith("change_")]
+        self.context: Any = nullcontext
         self.choices = [None, "ink", "film", {"ink": 0.8, "film": 0.3}, {"film": -1.0}]
 
     def draw(self, value: Any) -> Any:
@@ -158,6 +162,32 @@ class Subject:
         if layers:
             self.rng.choice(layers).eps = self.rng.choice([1e-6, 1e-2])
 
+    def change_data(self) -> None:
+        """Writes where no version tells, which the caller says."""
+        layers = [m for m in self.plain.modules() if isinstance(m, torch.nn.Linear)]
+        self.rng.choice(layers).weight.data.mul_(1.01)
+        self.hoisted.reset()
+
+    def change_memory(self) -> None:
+        """Makes new memory for all weights, as a move does."""
+        self.hoisted._apply(torch.clone)
+
+    def change_offload(self) -> None:
+        """Lets weights leave, or come back for good."""
+        if self.rng.random() < 0.5:
+            self.hoisted.offload(None)
+            return
+        self.hoisted.prepare(**self.inputs, times=self.rng.sample(TIME_VALUES, 2))
+        self.hoisted.offload("cpu")
+
+    def change_context(self) -> None:
+        self.context = self.rng.choice(CONTEXTS)
+
+    def change_to_a_copy(self) -> None:
+        if self.rng.random() < 0.1:  # which takes as long as some hundred calls
+            self.hoisted = copy.deepcopy(self.hoisted)
+            self.plain = self.hoisted.module
+
     def change_limits(self) -> None:
         self.hoisted.limit(conditions=self.rng.choice([1, 2, 8]), times=self.rng.choice([1, 8]))
 
@@ -174,14 +204,21 @@ class Subject:
         for name in self.inputs:
             if name in LATENTS:
                 self.inputs[name] = self.draw(self.inputs[name])
-        with torch.no_grad():
+        with torch.no_grad(), self.context():
             if self.rng.random() < 0.2:
                 with self.hoisted.adapters.using(self.rng.choice(["ink", "film"])):
                     return self.compare()
             return self.compare()
 
     def compare(self) -> bool:
-        ours = self.hoisted(**self.inputs)
+        try:
+            ours = self.hoisted(**self.inputs)
+        except FxplugError as error:  # as autocast is no form of call that was traced
+            try:
+                self.plain(**self.inputs)
+            except FxplugError as other:
+                return str(other) == str(error)
+            return False
         first = map_leaves(ours, lambda tensor, _: tensor.clone())
         for tensor in list_leaves(ours):
             if isinstance(tensor, torch.Tensor):

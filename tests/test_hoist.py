@@ -22,10 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fxplug
 from fxplug.core.errors import FxplugError, SpecError
-from fxplug.core.extensions import DistributedPart
 from fxplug.lowerings.hoist.cut import StageCut, prepare_graph
-from fxplug.lowerings.hoist.groups import InputGroups
-from fxplug.lowerings.hoist.hoisted import IN_TURN, HoistedModule
+from fxplug.lowerings.hoist.hoisted import IN_TURN
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of diffusers' own schedulers
 GROUPS = {"conditions": ["text"], "time": ["t"]}
@@ -667,20 +665,20 @@ class Block(nn.Module):
 class Blocks(Denoiser):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.transformer_blocks = nn.ModuleList(Block() for _ in range(4))
 
     def forward(self, x, t, text):
         waves = torch.outer(t.float(), torch.arange(4, device=t.device).float()).cos()
         hidden = self.enter(x)
-        for block in self.blocks:
+        for block in self.transformer_blocks:
             hidden = block(hidden, waves, text)
         return self.leave(hidden)
 
 
-@pytest.mark.parametrize("regions", ["auto", True, ["blocks.*"]])
+@pytest.mark.parametrize("regions", ["auto", True, ["transformer_blocks.*"]])
 def test_the_step_is_outlined(regions):
     gm, hoisted = make(Blocks, outline=regions)
-    assert list(hoisted._part("step").meta["nested"].values()) == [[f"blocks.{n}" for n in range(4)]]
+    assert list(hoisted._part("step").meta["nested"].values()) == [[f"transformer_blocks.{n}" for n in range(4)]]
     for time in (5.0, 4.0, 5.0):
         check(gm, hoisted, **inputs(time=time))
     assert hoisted.counts == {"always": 1, "conditions": 1, "time": 2, "step": 3}
@@ -690,23 +688,44 @@ def test_the_step_is_outlined(regions):
     assert "nested" not in alone._part("step").meta
 
 
+@pytest.mark.parametrize("policy", [fxplug.Every(3), fxplug.Threshold(2.0)], ids=str)
+def test_a_step_cache_takes_the_step(policy):
+    torch.manual_seed(0)
+    gm = fxplug.apply(fxplug.trace(Blocks().eval(), kwargs=inputs()), fxplug.load_pass("first_block_cache"))
+    gm = fxplug.apply(gm, fxplug.load_pass("lora", at="**", rank=2, slots=2))
+    for seed, name in enumerate(("ink", "film")):
+        gm.adapters.load(name, fuzz_hoist.make_adapter(gm, seed))
+    plain = fxplug.StepCache(gm, policy, clock="t")
+    hoisted = fxplug.lower(gm, fuse=None, hoist=GROUPS)
+    cached = fxplug.StepCache(hoisted, policy, clock="t")
+    again = copy.deepcopy(cached)
+    for run, adapter in enumerate((None, "ink", "ink", {"ink": 0.5, "film": -1.0})):
+        for module in (plain, again):
+            module.adapters.use(adapter)  # those of `cached` are those of `plain`
+        sample, texts = inputs(run // 2)["x"], [inputs(seed)["text"] for seed in (run // 2, run // 2 + 7)]
+        for time in (9.0, 8.0, 7.0, 6.0, 5.0, 4.0):
+            for text in texts:  # with a condition and without, at one time
+                call = {"x": sample, "t": torch.full((2,), time), "text": text}
+                with torch.no_grad():
+                    want = plain(**call)
+                    assert torch.equal(cached(**call), want) and torch.equal(again(**call), want)
+            sample = sample + 0.01 * want
+    assert cached.counts == plain.counts == again.counts and plain.counts["shallow"] > 5
+    assert (hoisted.counts["time"], hoisted.counts["conditions"], hoisted.counts["step"]) == (18, 8, 48)
+    cached.train()
+    assert gm.training and not cached.eval().module.training
+    cached.to(torch.float32)
+    assert torch.equal(cached(**call), gm(**call))  # with gradients a step is computed in full
+
+
 def test_what_does_not_go_together_is_refused():
     _, hoisted = make()
-    with pytest.raises(SpecError, match="not HoistedModule: give it what that was made from"):
+    with pytest.raises(SpecError, match="no value is marked to be cached"):
+        fxplug.StepCache(hoisted, clock="t")
+    with pytest.raises(SpecError, match="give one of x, t, text as clock="):
         fxplug.StepCache(hoisted)
     with pytest.raises(SpecError, match="takes a traced module, not HoistedModule"):
         fxplug.lower(hoisted)
-
-
-def test_a_module_of_several_processes_is_refused():
-    class Part(nn.Module, DistributedPart):
-        def __init__(self):
-            super().__init__()
-
-    gm, _ = make()
-    gm._modules["part"] = Part()
-    with pytest.raises(SpecError, match="runs in several processes"):
-        HoistedModule(gm, InputGroups(("text",), ("t",)))
 
 
 def test_messages_are_said_in_words():

@@ -31,6 +31,7 @@ SAMPLE = [
     "vit: batch + lora_slots",
     "vit: autocast + fsdp + merge_live",  # closer to what float64 gives than the oracle
     "dit: outline + pipeline_part",
+    "dit: lora_slots + hoist + ring",
 ]
 
 

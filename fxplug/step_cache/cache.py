@@ -60,12 +60,23 @@ class StepCache(Stepped):
     Of a module that `parallelize` has written each process has a cache of its own, and they decide as one: a gauge is measured
     over all parts, and a step is computed in full everywhere if it has to be anywhere.
 
+    Of what `lower(hoist=...)` gives the step is cached: values that the step takes from what is kept are no inputs of its parts
+    that say where a run begins. A call for which nothing is kept there, as with gradients, is computed in full.
+
     Raises SpecError for a module that has no marks, marks that cut nothing off, and an unknown clock.
     """
 
-    def __init__(self, module: TracedModule, policy: Policy | None = None, *, clock: str | None = "timestep") -> None:
-        super().__init__(module, clock)
-        self._cuts = {mode: Slices(graph, module) for mode, graph in module.graphs.items()}
+    def __init__(
+        self, module: TracedModule | Stepped, policy: Policy | None = None, *, clock: str | None = "timestep"
+    ) -> None:
+        source = module if isinstance(module, Stepped) else None
+        step: TracedModule = module.get_step() if isinstance(module, Stepped) else module
+        super().__init__(step, clock, None if source is None else source.module)
+        # no submodules: they hold what `module` holds
+        self.__dict__.update({"_source": source, "module": step if source is None else source.module})
+        taken = {str(node.target) for node in step.graph.nodes if node.op == "placeholder"}
+        self._given = taken - set(self._clock.names)  # what a source hands the step
+        self._cuts = {mode: Slices(graph, step) for mode, graph in step.graphs.items()}
         gauged = all(cut.gauges for cut in self._cuts.values())
         self.policy: Policy = policy if policy is not None else Threshold() if gauged else Every()
         if self.gauged:
@@ -157,8 +168,23 @@ class StepCache(Stepped):
             self.reset()
 
     @compile_graphs_only
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step with the module's arguments."""
+        if self._source is None:
+            return super().forward(*args, **kwargs)
+        return self._source.run_step(self._kept_step, *args, **kwargs)
+
+    @compile_graphs_only
+    def _kept_step(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._step(*args, **kwargs)
+        except BaseException:  # what a step has kept that was broken off is no step's
+            self.reset()
+            raise
+
+    @compile_graphs_only
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        number, shapes, old = self._advance(args, kwargs)
+        number, shapes, old = self._advance(args, {key: value for key, value in kwargs.items() if key not in self._given})
         gauges: tuple[Tensor, ...] = ()
         if self.gauged:
             gauges, carried = self.first(*args, **kwargs)
@@ -219,8 +245,29 @@ class StepCache(Stepped):
         old.index, old.since = old.index + 1, old.since + 1
         return old.kept
 
+    def compile(self, **options: Any) -> None:
+        """Compile each part, by default with fullgraph=True; the choice between them stays on the host."""
+        if self._source is not None:
+            self._source.compile(**options)
+        super().compile(**options)
+
+    def train(self, mode: bool = True) -> StepCache:
+        """Put the module and all parts into a mode."""
+        if self._source is None:
+            return super().train(mode)
+        self.training = mode
+        self._source.train(mode)  # whose step is for evaluation alone
+        return self
+
+    def _apply(self, function: Any, recurse: bool = True) -> StepCache:
+        if self._source is None:
+            return super()._apply(function, recurse)
+        self._source._apply(function, recurse)
+        self.reset()
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCache:
-        return StepCache(copy.deepcopy(self.module, memo), self.policy, clock=self._clock.name)
+        return StepCache(copy.deepcopy(self._source or self.module, memo), self.policy, clock=self._clock.name)
 
     def extra_repr(self) -> str:
         cut = next(iter(self._cuts.values()))

@@ -77,14 +77,15 @@ class Stepped(nn.Module):
     one time. A class of this kind says `graphs_of` a part, which parts are `used`, and what a `_step` is.
     """
 
-    def __init__(self, module: TracedModule, clock: str | None) -> None:
+    def __init__(self, module: TracedModule, clock: str | None, inputs: TracedModule | None = None) -> None:
+        """Set the model up; `inputs` has the inputs of a call, where `module` is given more than these."""
         super().__init__()
         if not isinstance(module, TracedModule):
             way = "give it what that was made from" if isinstance(module, Stepped) else "fxplug.trace makes one"
             raise SpecError(f"a step cache takes a traced module, not {type(module).__name__}: {way}")
-        self.__dict__.update({table: vars(module)[table] for table in TABLES}, module=module)
+        self.__dict__.update({table: vars(module)[table] for table in TABLES}, module=module, _cut_from=module)
         self.training = module.training
-        self._clock = Clock(clock, [str(n.target) for n in module.graph.nodes if n.op == "placeholder"])
+        self._clock = Clock(clock, [str(n.target) for n in (inputs or module).graph.nodes if n.op == "placeholder"])
         self._options: dict[str, Any] | None = None
         self._locks = get_locks(module)
         part: Any = next((m for m in module.modules() if isinstance(m, DistributedPart)), None)
@@ -108,9 +109,17 @@ class Stepped(nn.Module):
             self._parts[name] = self._made(name)
         return self._parts[name]
 
+    def get_step(self) -> TracedModule:
+        """Get the part that runs at each call, of which a step cache may take values. Raises SpecError where there is none."""
+        raise SpecError(f"a step cache takes a traced module, not {type(self).__name__}: give it what that was made from")
+
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run one call in which `step` stands for that part; it is given what the part takes."""
+        raise NotImplementedError
+
     @disable_compile
     def _made(self, name: str) -> TracedModule:
-        module = self.module
+        module = self._cut_from
         part: TracedModule = module.derived(strip_to_container(module), self.graphs_of(name), part=name)
         for table in TABLES:
             part.__dict__[table] = vars(module)[table]  # what moves or changes one of them does so for all

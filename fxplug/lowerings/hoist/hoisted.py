@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ...blocks.base import Table
 from ...core.errors import GuardError, SpecError
-from ...core.extensions import DistributedPart
 from ...core.ir.calls import check_samples, has_hooks
 from ...core.ir.containers import list_leaves, map_leaves
 from ...core.ir.entry_checks import find_refusal, get_signature, is_repeatable
@@ -67,17 +66,14 @@ class HoistedModule(Stepped):
     training, with hooks on layers that stages call, and where a mode of torch watches operations, nothing is kept and `module`
     itself is called. After a write through `.data` of a weight, which leaves no trace, call `reset()`.
 
+    Of a module that is split over processes all that they exchange is of the step, so that each keeps values of its own.
+
     `counts` has how often each stage was computed. Several threads may call it.
 
-    Raises SpecError where nothing can be hoisted, and for a module that is split over processes.
+    Raises SpecError where nothing can be hoisted.
     """
 
     def __init__(self, module: TracedModule, groups: InputGroups) -> None:
-        if isinstance(module, TracedModule) and any(isinstance(part, DistributedPart) for part in module.modules()):
-            raise SpecError(
-                "hoist: this module runs in several processes, which would have to find or miss kept values together: lower it "
-                "without hoist"
-            )
         super().__init__(module, None)
         self.groups = groups
         self._by_input = groups.by_input
@@ -185,22 +181,30 @@ class HoistedModule(Stepped):
         """Run one step with the module's arguments. Raises SpecError in a program that is compiled around it."""
         if is_listening():
             raise SpecError(AROUND)
-        return call_with_read_lock(self._locks, self._checked_step, *args, **kwargs)
+        return self.run_step(self._part(STEP), *args, **kwargs)
+
+    def get_step(self) -> TracedModule:
+        """Get the stage of what changes at every call."""
+        return self._part(STEP)
 
     @compile_graphs_only
-    def _checked_step(self, *args: Any, **kwargs: Any) -> Any:
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run one call in which `step` is called in the last stage's place, with what that is given by name."""
+        if self._before is not None:
+            self._before(self.module, args, kwargs)
+            self._before = None
+        return call_with_read_lock(self._locks, self._run_step, step, args, kwargs)
+
+    @compile_graphs_only
+    def _run_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._locks:
             check_samples(self.module, args, kwargs)
-        return self._step(*args, **kwargs)
-
-    @compile_graphs_only
-    def _step(self, *args: Any, **kwargs: Any) -> Any:
         plan = self._plan(args, kwargs)
         if isinstance(plan, str):
             return self._call_module(args, kwargs)
         try:
             self._fill([plan])
-            return self._part(STEP)(*args, **kwargs, **{v.name: plan.values[v.name] for v in self._cut.stages[-1].given})
+            return step(*args, **kwargs, **{v.name: plan.values[v.name] for v in self._cut.stages[-1].given})
         except GuardError:  # another graph may be for such a call, or the whole module says why none is
             if not is_repeatable(self.module):
                 raise
