@@ -41,6 +41,7 @@ The figures are computed, not measured. The recipe's model is built and traced o
 [encoded once](../guides/training.md#cache-what-is-encoded): the text encoders and the VAE have left the GPU when the steps
 begin. They fill it while they encode.
 """
+ABOUT = "Train it: layers to adapt, the YAML, memory, files, limits. Written by `make pages` from the recipes"
 COMPUTED = "computed on the meta device, not measured ([how](index.md#memory))"
 TABLE = {  # the base: how a configuration asks for it
     None: "bfloat16", "int8": "`quantize: int8`", "nf4": "`quantize: nf4`",
@@ -64,7 +65,7 @@ FAMILIES = {name: Family(**data) for name, data in DATA.items()}
 def make_page(name: str) -> tuple[str, str]:
     """Make the page of a family. Returns it and its rows in the index."""
     family, index = FAMILIES[name], ""
-    parts = [f"# {family.title}", f"Written by `make pages` from {_join(f'`{each}`' for each in family.recipes)}."]
+    parts = [f"# {family.title}", f"{ABOUT} {_join(f'`{each}`' for each in family.recipes)}."]
     for recipe in family.recipes:
         text, traced = list_recipes()[recipe].read_text("utf-8"), full_size.trace_recipe(recipe)
         about, *comments = (line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))

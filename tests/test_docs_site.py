@@ -54,6 +54,21 @@ def test_every_page_is_there_and_names_nothing_of_the_internet(site):
         assert [tag for tag in tags if re.search(r"""(?:src|href)=["']?(?:https?:)?//""", tag)] == [], page
 
 
+def test_the_text_of_every_page_is_there_and_every_link_resolves(site):
+    sources = [path for path in (ROOT / "docs").rglob("*") if path.suffix in (".md", ".ipynb") and ".ipynb_" not in str(path)]
+    names = {str(path.relative_to(ROOT / "docs").with_suffix(".md")) for path in sources}
+    texts = {name: (site / name).read_text("utf-8") for name in names}
+    listed = (site / "llms.txt").read_text("utf-8")
+    assert sorted(re.findall(r"^- \[.*?\]\(([^)]+)\): \S", listed, re.MULTILINE)) == sorted(names)
+    dead = []
+    for name, text in {**texts, "llms.txt": listed}.items():
+        prose = re.sub(r"^( *)```.*?^\1```|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+        links = [link for link in re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", prose) if "://" not in link]
+        dead += [f"{name}: {link}" for link in links if not (site / name).parent.joinpath(link).is_file()]
+    assert dead == []
+    assert "```python\ntrace(" in texts["reference/api/core.md"] and "<!--" not in "".join(texts.values())
+
+
 @browser.needed
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_opens_from_its_folder(site, driver, page):

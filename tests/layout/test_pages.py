@@ -49,4 +49,5 @@ def test_every_recipe_is_on_the_page_of_its_family():
     for recipe, name in shown.items():
         lines = list_recipes()[recipe].read_text("utf-8").splitlines(keepends=True)
         text = (PAGES.parents[1] / f"families/{name}.md").read_text("utf-8")
+        assert f"]({name}.md) | `{recipe}` |" in (PAGES.parents[1] / "families/index.md").read_text("utf-8")
         assert "```yaml\n" + "".join(line for line in lines if not line.startswith("#")) + "```" in text
