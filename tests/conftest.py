@@ -82,12 +82,11 @@ def seed():
 @pytest.fixture(autouse=True)
 def modes():
     """No test leaves torch in another mode: an autocast that does not end keeps old casts of weights for every later test."""
-    from fxplug.core.ir.ops import modes as read_modes
-    from fxplug.core.ir.ops import set_modes
+    from fxplug.core.torch_internals.modules import get_modes, set_modes
 
-    before = read_modes()
+    before = get_modes()
     yield
-    after = read_modes()
+    after = get_modes()
     if after != before:
         set_modes(before)
         changed = {name: (before[name], value) for name, value in after.items() if value != before[name]}

@@ -23,9 +23,10 @@ from torch import nn
 
 import fxplug
 from fxplug.core.artifacts.modules import block_classes, torch_classes
-from fxplug.core.ir import functions, ops
+from fxplug.core.ir import functions
 from fxplug.core.ir.containers import Container
 from fxplug.core.ir.traced_module import TracedModule
+from fxplug.core.torch_internals.modules import get_modes
 
 PLAIN_ERRORS = (
     fxplug.FxplugError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError,
@@ -456,7 +457,7 @@ class Watch:
 def state() -> tuple[Any, ...]:
     """What of the process a call might leave changed."""
     return (
-        *ops.modes().items(), torch.get_num_threads(), torch.is_inference_mode_enabled(),
+        *get_modes().items(), torch.get_num_threads(), torch.is_inference_mode_enabled(),
         torch.are_deterministic_algorithms_enabled(), os.getcwd(), sys.getrecursionlimit(),
     )  # fmt: skip
 

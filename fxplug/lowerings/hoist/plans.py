@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from ...core.errors import SpecError, format_fields, quote
-from ...core.ir import ops
 from ...core.ir.containers import map_leaves
+from ...core.torch_internals.modules import get_modes, set_modes
 from ...core.torch_internals.tensors import FakeTensorMode
 from .cut import HoistStage, StageCut
 from .kept import Key, Values
@@ -93,7 +93,7 @@ def find_sizes(cut: StageCut, form: CallForm, inputs: list[Any]) -> None:
     Where that would draw or write, it is done with tensors without values.
     """
     runner = fx.Interpreter(fx.GraphModule(cut.root, cut.write_numbers()))
-    before = ops.modes()
+    before = get_modes()
     torch.set_autocast_cache_enabled(False)  # it would keep weights without values for the calls after this
     try:
         if cut.are_numbers_pure():
@@ -105,5 +105,5 @@ def find_sizes(cut: StageCut, form: CallForm, inputs: list[Any]) -> None:
         form.refused = f"sizes in it cannot be found before it: {type(error).__name__}: {error}"
         return
     finally:
-        ops.set_modes(before)  # which an error inside of a scope leaves switched
+        set_modes(before)  # which an error inside of a scope leaves switched
     form.sizes = dict(zip([node.name for node in cut.late], found, strict=True))
