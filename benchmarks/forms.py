@@ -102,7 +102,7 @@ def measured(mode: str, case: Any, turns: int) -> dict[str, float]:
     from fxplug.lowerings.linear import measurement
 
     with torch.set_grad_enabled(bool(case.grad)):
-        times = measurement.time_in_turns(torch.device("cpu"), calls(mode, case), turns, 0.01)
+        times = measurement.measure_calls(torch.device("cpu"), calls(mode, case), turns, 0.01)
     return {form: statistics.median(a / b for a, b in zip(each, times["stock"], strict=True)) for form, each in times.items()}
 
 

@@ -23,7 +23,7 @@ COST = 5
 LIMITS = {torch.float32: 4e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}  # of the relative Frobenius error
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "linear": operators.run_linear, "lora": operators.run_lora_linear, "bank": operators.run_bank_linear,
-    "dora": updated.dora_linear, "lokr": updated.lokr_linear,
+    "dora": updated.run_dora_linear, "lokr": updated.run_lokr_linear,
 }  # fmt: skip
 
 
@@ -132,7 +132,8 @@ def play(seed: int) -> Iterator[str]:
     around: Callable[[], Any] = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=auto)
     function, batches = FUNCTIONS[kind], [tensors]
     # a compiler makes another program for sizes of 0 and 1
-    compiled = tensors[0].dim() > 1 and len(tensors[0]) > 1 and (kind != "bank" or len(tensors[5]) > 1) and pick.random() < 0.2
+    sizes = [*tensors[0].shape[:-1], *(tensors[5].shape[:1] if kind == "bank" else ())]
+    compiled = tensors[0].dim() > 1 and min(sizes) > 1 and pick.random() < 0.2
     if compiled:  # for strides, too
         tensors = [t if t is None else t.contiguous() for t in tensors]
         batches = [tensors, double(kind, tensors, rest)]

@@ -123,8 +123,8 @@ def test_operators_are_well_behaved(name):
 
 SHAPES = {
     "linear": (operators.run_linear, []), "lora": (operators.run_lora_linear, [(2, 8), (4, 2), ()]),
-    "dora": (updated.dora_linear, [(2, 8), (4, 2), (), (4,)]),
-    "lokr": (updated.lokr_linear, [(), (2, 4), None, None, (2, 2), None, None]),
+    "dora": (updated.run_dora_linear, [(2, 8), (4, 2), (), (4,)]),
+    "lokr": (updated.run_lokr_linear, [(), (2, 4), None, None, (2, 2), None, None]),
 }  # fmt: skip
 
 
@@ -186,8 +186,8 @@ def test_fused_layers_run_on_the_meta_device():
         operators.run_linear(x, weight, bias),
         operators.run_lora_linear(x, weight, bias, down, up, torch.ones((), **meta)),
         operators.run_bank_linear(x, weight, bias, down, up, torch.empty(2, 4, **meta), 2),
-        updated.dora_linear(x, weight, bias, down, up, torch.ones((), **meta), torch.empty(6, **meta)),
-        updated.lokr_linear(x, weight, bias, torch.ones((), **meta), down[:2, :4], None, None, weight[:3, :2], None, None),
+        updated.run_dora_linear(x, weight, bias, down, up, torch.ones((), **meta), torch.empty(6, **meta)),
+        updated.run_lokr_linear(x, weight, bias, torch.ones((), **meta), down[:2, :4], None, None, weight[:3, :2], None, None),
     ):
         assert y.shape == (2, 5, 6) and y.is_meta
 
@@ -241,7 +241,7 @@ def test_a_mapped_weight_has_the_results_and_gradients_of_the_rewrite(name, how)
         new, x = of_mapped(name, bias=bias)
         low = fxplug.lower(new, fuse=how)
         targets = {n.target for n in low.graph.nodes if n.op == "call_function"}
-        assert targets & {updated.dora_linear, updated.lokr_linear} and F.linear not in targets
+        assert targets & {updated.run_dora_linear, updated.run_lokr_linear} and F.linear not in targets
         assert set(low.meta["forms"].values()) == {how}
         wanted = learned_by(new, new, x)
         for call in (low, torch.compile(low, fullgraph=True, backend="aot_eager")):

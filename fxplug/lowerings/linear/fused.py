@@ -69,9 +69,9 @@ def find_function(layer: Layer) -> tuple[Any, Sequence[str], tuple[Any, ...]]:
     if update is None:
         return operators.run_linear, (), ()
     if isinstance(block, Dora):
-        return updated.dora_linear, ("down", "up", "scale", "magnitude"), ()
+        return updated.run_dora_linear, ("down", "up", "scale", "magnitude"), ()
     if isinstance(block, Lokr):
-        return updated.lokr_linear, ("scale", *updated.FACTORS), ()
+        return updated.run_lokr_linear, ("scale", *updated.FACTORS), ()
     if block.slots:
         return operators.run_bank_linear, factors, (get_argument(update, 2, "rows"), block.slots, block.batch_dim)
     return operators.run_lora_linear, (*factors, "scale"), ()

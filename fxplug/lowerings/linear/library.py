@@ -86,15 +86,13 @@ def compute_bank(
 ) -> Tensor:  # fmt: skip
     """Compute `operators.run_bank_linear` without gradients and on a CPU."""
     flat, batch, shape = x.flatten(0, -2), rows.shape[0], (*x.shape[:-1], weight.shape[0])
-    if not batch:
-        return x.new_empty(shape)
     takes: list[list[float]] = rows[:, :: rows.shape[1] // slots].tolist()
-    if all(take == takes[0] for take in takes):
+    if batch and all(take == takes[0] for take in takes):
         (which,) = list_channels(down, takes[:1])
         if not which:
             return multiply(flat, weight, bias, blas).view(shape)
         return compute_lora(flat, weight, bias, *take_channels(which, down, up, rows[0]), blas).view(shape)
-    if x.dim() < 2 or batch_dim < 0 or x.shape[batch_dim] % batch:  # no samples in it: what all of them take
+    if not batch or x.dim() < 2 or batch_dim < 0 or x.shape[batch_dim] % batch:  # no samples in it: what all of them take
         return (multiply(flat, weight, bias, blas) + compute_update(flat, down, up, rows, -1)).view(shape)
     if batch_dim:
         first = x.transpose(0, batch_dim)

@@ -131,7 +131,7 @@ def rows_of(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def measure(device: torch.device, case: Case, names: Sequence[str], turns: int) -> Timing:
     """Return the timing of one case."""
     calls = {form: _ready(call, bool(case.compiled)) for form, call in make_calls(device, case).items()}
-    times, ratios = time_in_turns(device, calls, turns, LEAST), {}
+    times, ratios = measure_calls(device, calls, turns, LEAST), {}
     for form, spent in times.items():
         each = [one / stock for one, stock in zip(spent, times["stock"], strict=True)]
         ratios[form] = (statistics.median(each), statistics.quantiles(each, n=4)[2] if turns > 1 else each[0])
@@ -139,7 +139,7 @@ def measure(device: torch.device, case: Case, names: Sequence[str], turns: int) 
     return Timing(case, forms.choose_form(case, forms.classify(device.type)), milliseconds, ratios, names)
 
 
-def time_in_turns(
+def measure_calls(
     device: torch.device, calls: Mapping[str, Callable[[], Any]], turns: int, least: float
 ) -> dict[str, list[float]]:
     """Return the seconds of each call in each turn, of at least so many seconds; every second turn is the other way round."""

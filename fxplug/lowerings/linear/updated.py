@@ -23,7 +23,7 @@ FACTORS = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2
 
 
 @operators.make_operator("linear_with_dora")
-def dora_linear(
+def run_dora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, magnitude: Tensor,
     form: str = "fused",
 ) -> Tensor:  # fmt: skip
@@ -41,7 +41,7 @@ def dora_linear(
 
 
 @operators.make_operator("linear_with_lokr")
-def lokr_linear(
+def run_lokr_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, w1: Tensor | None, w1_a: Tensor | None,
     w1_b: Tensor | None, w2: Tensor | None, w2_a: Tensor | None, w2_b: Tensor | None, form: str = "fused",
 ) -> Tensor:  # fmt: skip
@@ -87,7 +87,7 @@ def dora(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, magnitude: Tensor,
     blas: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute `dora_linear` for x (rows, in); return its result, the changed weight in the dtype of x, and the norms |V|."""
+    """Compute `run_dora_linear` for x (rows, in); return its result, the changed weight in x.dtype, the norms |V|."""
     changed = torch.addmm(weight.to(torch.promote_types(weight.dtype, up.dtype)), up * scale, down)
     norm = torch.linalg.vector_norm(changed.to(weight.dtype), dim=1)  # as the magnitudes of a new one were taken
     changed = (changed * divide_by_norm(magnitude.flatten(), norm)[:, None]).to(x.dtype)
@@ -98,7 +98,7 @@ def dora(
 def lokr(
     x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor, second: Tensor, scale: Tensor, blas: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Compute `lokr_linear` for x (rows, in); return its result, and the changed weight in the dtype of x."""
+    """Compute `run_lokr_linear` for x (rows, in); return its result, and the changed weight in the dtype of x."""
     (a, c), (b, d) = first.shape, second.shape
     own, other = (first * scale)[:, None, :, None], second[:, None]
     changed = torch.addcmul(weight.reshape(a, b, c, d), own, other).view(weight.shape).to(x.dtype)
@@ -128,7 +128,7 @@ def _differentiable(inputs: tuple[Any, ...], needs: tuple[bool, ...], whole: Ten
     """Return gradients that can be differentiated again, by torch's own operations on the whole weight."""
     x, *weights = inputs
     if x is None:  # which was not saved: no gradient depends on its values
-        x = g.new_zeros(len(g), whole.shape[1], requires_grad=needs[0])
+        x = g.new_zeros(g.shape[0], whole.shape[1], requires_grad=needs[0])
     y = F.linear(x, whole.to(x.dtype), weights[1])
     wanted = [tensor for tensor, need in zip((x, *weights), needs, strict=False) if need]
     found = iter(torch.autograd.grad(y, wanted, g, create_graph=True))
@@ -156,7 +156,7 @@ def _lokr_backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         whole = weight + scale * make_kronecker(first, second)
         return _differentiable((x, weight, bias, first, second, scale), ctx.needs_input_grad, whole, g)
-    needs, (a, c), (b, d), rows = ctx.needs_input_grad, first.shape, second.shape, len(g)
+    needs, (a, c), (b, d), rows = ctx.needs_input_grad, first.shape, second.shape, g.shape[0]
     gx = g1 = g2 = None
     if needs[0]:
         gx = torch.ops.fxplug.product(g, changed.t(), None, ctx.blas)
@@ -170,7 +170,7 @@ def _lokr_backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 
 
 def _like(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return x.new_empty(len(x), len(weight)), x.new_empty(weight.shape)
+    return x.new_empty(x.shape[0], len(weight)), x.new_empty(weight.shape)
 
 
 library.define("dora", dora, lambda x, w, *_: (*_like(x, w), w.new_empty(len(w))), _dora_backward, keep_first=True)
