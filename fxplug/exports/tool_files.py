@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +18,36 @@ CHECKPOINTS = ("diffusers", "timm", "safetensors")
 TO_TOOLS = tuple(dict.fromkeys((*ADAPTERS, *CHECKPOINTS)))
 
 
-def export_to_tool(
-    folder: Path,
-    to: str,
-    out: Path | None,
-    *,
-    allow: list[str] | None,
-    adapter: str | None,
-    passes: list[str] | None,
-    partial: bool,
-    part: str | None,
-    merge: str | None,
-    first_names: bool,
-) -> None:
+@dataclass(frozen=True)
+class ToolOptions:
+    """The options of `fxplug export` for other tools, by the names that they have there."""
+
+    adapter: str | None
+    passes: list[str] | None
+    partial: bool
+    part: str | None
+    merge: str | None
+    first_names: bool
+
+
+def export_to_tool(folder: Path, to: str, out: Path | None, options: ToolOptions, allow: list[str] | None) -> None:
     """Write an adapter of a saved rewrite, or with `merge`, or for timm and safetensors, its model, and print the result."""
     if out is None:
         raise SpecError(f"give --out, the place to write the {to} file to")
+    adapter, passes, partial, merge = options.adapter, options.passes, options.partial, options.merge
     whole = merge is not None or to not in ADAPTERS
     if whole and to not in CHECKPOINTS:
         raise SpecError(f"--merge writes a whole model, which {to} does not support: use --to {', '.join(CHECKPOINTS)}")
     if odd := ("--adapter" if adapter else "--pass" if passes else "--partial" if partial else "") if whole else "":
         raise SpecError(f"{odd} is for adapter files, and this writes a whole model: choose what goes into it with --merge")
-    if first_names and not whole:
+    if options.first_names and not whole:
         raise SpecError("--first-names is for a whole model: the format of an adapter file sets the names of its layers")
     with show_progress("load"):
         module = load_saved(str(folder), None, allow)
     if whole:
         with show_progress(f"write for {to}"):
             strengths = _strengths(merge) if merge is not None else None
-            done = fxplug.save_checkpoint(module, out, to=to, merge=strengths, first=first_names)
+            done = fxplug.save_checkpoint(module, out, to=to, merge=strengths, first=options.first_names)
         print(f"{done}\nsaved in {done.path}")
         return
     config = read_saved_config(folder) or {}
@@ -54,7 +56,7 @@ def export_to_tool(
     slotted = [entry["name"] for entry in module.meta.get("passes", []) if entry.get("slots")]
     if adapter is None and slotted and not passes and len(module.adapters.names) == 1:
         (adapter,) = module.adapters.names
-    how: dict[str, Any] = {"as_": to, "part": part, "partial": partial, "about": about}
+    how: dict[str, Any] = {"as_": to, "part": options.part, "partial": partial, "about": about}
     if adapter is not None:
         saved = module.adapters.save(adapter, out, **how)
     elif slotted and not passes and len(slotted) == len(module.meta["passes"]):

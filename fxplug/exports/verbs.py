@@ -12,7 +12,7 @@ import fxplug
 from ..config.cli.verbs import Allow, Debug, load_saved, make_saved_call, show_progress
 from ..core.errors import SpecError, did_you_mean
 from .export_section import read_saved_export
-from .tool_files import TO_TOOLS, export_to_tool
+from .tool_files import TO_TOOLS, ToolOptions, export_to_tool
 
 
 def export(
@@ -39,11 +39,11 @@ def export(
     """
     if not folder.is_dir():
         raise SpecError(f"no folder '{folder}'")
-    tools = {"adapter": adapter, "passes": passes, "partial": partial, "part": part, "merge": merge, "first_names": first_names}
+    tools = ToolOptions(adapter, passes, partial, part, merge, first_names)
     if to in TO_TOOLS:
-        export_to_tool(folder, to, out, allow=allow, **tools)  # type: ignore[arg-type]
+        export_to_tool(folder, to, out, tools, allow)
         return
-    if given := next((name for name, value in tools.items() if value), None):
+    if given := next((name for name, value in vars(tools).items() if value), None):
         raise SpecError(f"--{given.replace('_', '-').replace('passes', 'pass')} is only for --to {', '.join(TO_TOOLS)}")
     from .exporter import FORMATS
 
