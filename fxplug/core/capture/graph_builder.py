@@ -29,7 +29,7 @@ from ..torch_internals.tensors import (
 )
 from .fake_tensors import KINDS, Number, Results, RetryState, TensorClass, make_fake
 from .module_state import Journal, get_storage
-from .user_code import describe_decision, find_source_line, find_user_frame, is_irrelevant_branch
+from .user_code import find_source_line, find_user_frame, is_irrelevant_branch
 
 PRINTABLE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
 PRINTABLE += (torch.memory_format, torch.layout, range)
@@ -119,7 +119,7 @@ class Recording:
     def finish(self) -> None:
         """Hold the dtypes that were read, and drop what nothing uses and has no effect."""
         for read in self.dtypes.decided():
-            self.guard_after(read.node, read.node.meta["value"], (read.where, read.line, describe_decision(read.node)[2]))
+            self.guard_after(read.node, read.node.meta["value"], (read.where, read.line, functions.describe(read.node)))
         ports = ((node, node.meta.get("port")) for node in self.graph.nodes)
         erase_unused(
             node
@@ -413,7 +413,7 @@ class Recording:
             refuse_drawn(self, node)
             if not self.measured and self.computed(node):
                 refuse_measured(self, node, does)
-        decision = describe_decision(node)
+        decision = self.describe_decision(node)
         self.node("call_function", ops.guard, (node, expected, decision), {}, self.named("guard"), effect=True)
     # --- what torch says of its modes
 
@@ -433,6 +433,10 @@ class Recording:
         self.state("torch.get_default_dtype", (), get_default_dtype())
 
     # --- words for messages
+
+    def describe_decision(self, node: fx.Node) -> ops.Decision:
+        """Return the running line of the model's code, and what a node computes, for a guard."""
+        return (*find_source_line(), functions.describe(node))
 
     def region(self) -> str:
         """The region that runs, as messages name it."""

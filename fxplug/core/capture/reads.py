@@ -23,7 +23,6 @@ from .fake_tensors import KINDS, NeedsValues, Number, is_missing_values, record
 from .graph_builder import Recording
 from .user_code import (
     count_unpacked,
-    describe_decision,
     find_calling_frame,
     find_position,
     find_source_line,
@@ -227,7 +226,7 @@ def guard_parts(recording: Recording, func: Any, name: str, node: fx.Node, out: 
     elif name in functions.SQUEEZING and isinstance(out, torch.Tensor):
         dims = recording.node("call_method", "dim", (node,), {}, f"{node.name}_dim", after=node)
         dims.meta["value"] = out.dim()
-        recording.guard_after(dims, out.dim(), describe_decision(dims))
+        recording.guard_after(dims, out.dim(), recording.describe_decision(dims))
 
 
 def guard_structure(recording: Recording, node: fx.Node, out: Any) -> None:
@@ -241,7 +240,7 @@ def guard_answer(recording: Recording, question: Callable[..., Any], node: fx.No
     """Hold what a function of ours says of a result."""
     asked = recording.node("call_function", question, (node,), {}, f"{node.name}_{question.__name__}", after=node)
     asked.meta["value"] = answer
-    recording.guard_after(asked, answer, describe_decision(asked))
+    recording.guard_after(asked, answer, recording.describe_decision(asked))
 
 
 def read_value(recording: Recording, func: Any, name: str | None, args: Any, _: Any) -> Any:

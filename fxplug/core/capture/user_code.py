@@ -24,10 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
 
 from ..errors import shorten
-from ..ir.graph import describe
 from ..reading import parse_python
 from ..torch_internals import CHECKS
 
@@ -445,11 +443,6 @@ def find_source_line(error: BaseException | None = None) -> tuple[str, str]:
         return line_of(*ran[-1]) if ran else ("?", "?")
     frame = find_user_frame()
     return ("?", "?") if frame is None else line_of(frame, frame.f_lineno)
-
-
-def describe_decision(node: fx.Node) -> tuple[str, str, str]:
-    """Return file:line and text of the running line of the user's code, and a description of a node's number, for a guard."""
-    return (*find_source_line(), describe(node))
 
 
 def find_user_frame() -> FrameType | None:

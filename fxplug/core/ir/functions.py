@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ..errors import GuardError
+from ..errors import GuardError, shorten
 from ..torch_internals import ATTRIBUTES as ADDRESSES
 from ..torch_internals import BACKWARD_HOOKS, TYPED_STORAGE
 from ..torch_internals import tensors as kernels
@@ -333,3 +333,51 @@ def is_random(node: fx.Node, root: nn.Module) -> bool:
         module = root.get_submodule(str(node.target))
         return any(is_random_layer(m, True) or getattr(m, "is_block", False) for m in module.modules())
     return get_short_name(node.target) in RANDOM
+
+
+# --- nodes in few words, as messages about guards have them
+
+SIGNS = {
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "eq": "==", "ne": "!=",
+    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "and_": "and", "or_": "or",
+}  # fmt: skip
+
+
+def describe(node: fx.Node) -> str:
+    """Describe what a number's node computes, in few words: `sample.size(2) % 8 != 0`."""
+    return shorten(_describe_expression(node, 5), 90)
+
+
+def _describe_expression(node: Any, depth: int) -> str:
+    if not isinstance(node, fx.Node):
+        return repr(node)
+    if "value" not in node.meta:
+        return _describe_tensor(node)
+    short = get_short_name(node.target)
+    if depth == 0:
+        return "..."
+    args = [_describe_expression(a, depth - 1) for a in node.args]
+    if short in SIGNS and len(args) == 2:
+        # an operand that is a sum or quotient itself stands in brackets
+        args = [
+            f"({text})" if isinstance(a, fx.Node) and get_short_name(a.target) in SIGNS else text
+            for a, text in zip(node.args, args, strict=True)
+        ]
+        return f"{args[0]} {SIGNS[short]} {args[1]}"
+    if short == "autograd_query":
+        return f"{args[0]}.{node.args[1]}"
+    if node.op == "call_method":
+        return f"{args[0]}.{short}({', '.join(args[1:])})"
+    return f"{short}({', '.join(args)})"
+
+
+def _describe_tensor(node: fx.Node) -> str:
+    """Describe a tensor: the port it is at, else the operation that computes it and its region."""
+    port = node.meta.get("port")
+    if port is not None:
+        return ".".join(map(str, port.keys)) if not port.path and port.side == "in" else str(port)
+    if node.op in ("placeholder", "get_attr"):
+        return str(node.target)
+    region = [*node.meta.get("nn_module_stack", {"": None})][-1]
+    short = get_short_name(node.target)
+    return f"{short} in {region}" if region else short
