@@ -23,6 +23,7 @@ FREE = (
     *("steps", "epochs", "batch", "accumulate", "parallel", "shard", "compile", "checkpointing", "fuse", "blocks_to_swap"),
     *("plugins", "on_plugin_error", "save", "log", "test", "trainable", "parallel"),
 )
+SHOWN_ONLY = ("samples", "prompts", "sample_steps")  # options of `denoise` that may differ, too
 FREE_DATA = ("workers", "max_corrupt", "cache", "test", *("images", "classes", "dataset", "call"))  # the samples have a digest
 HEADS, HEAD = 1000, 4096  # of so many files so many bytes are read
 SHOWN = 16  # of the digits of a digest
@@ -72,7 +73,7 @@ def describe_run(
 
 def check_same_run(kept: Checkpoint, run: Mapping[str, Any], path: Path) -> None:
     """Raise TrainError, with the differences, for a checkpoint of another run."""
-    lines = list_differences(_with_later_settings(kept.run, run), run)
+    lines = list_differences(_without_samples(_with_later_settings(kept.run, run)), _without_samples(run))
     if not lines:
         return
     weights = [line for line in lines if line.startswith("trained.")]  # which follow from the passes, mostly
@@ -81,6 +82,15 @@ def check_same_run(kept: Checkpoint, run: Mapping[str, Any], path: Path) -> None
     shown = [*others, more] if others and weights else others or [*weights[:3], *([more] if weights[3:] else [])]
     listed = "\n  ".join(shown)
     raise TrainError(f"'{path}' is a checkpoint of another run:\n  {listed}")
+
+
+def _without_samples(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a description without what `denoise` draws samples of."""
+    task = run.get("task")
+    if not isinstance(task, dict) or not isinstance(options := task.get("denoise"), dict):
+        return dict(run)
+    left = {key: value for key, value in options.items() if key not in SHOWN_ONLY}
+    return {**run, "task": {"denoise": left} if left else "denoise"}
 
 
 def _with_later_settings(kept: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:

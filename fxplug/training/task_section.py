@@ -18,9 +18,11 @@ from ..core.spec.yaml_source import (
     declare,
     make_validator,
     quote_yaml,
+    validate,
 )
 
 LEAST = 1e-3  # alpha of a beta distribution
+LONGEST_SIDE = 65536  # of a picture, pixels
 MOST = 10_000  # of pictures, and of the steps that make one
 
 
@@ -68,6 +70,26 @@ def _read_samples(value: Any) -> Any:
     return value
 
 
+def _read_size(value: Any) -> Any:
+    for number in value if isinstance(value, list) else [value]:
+        check_number(number, least=1, most=LONGEST_SIDE, whole=True)
+    if isinstance(value, list) and len(value) != 2:
+        raise SpecError(f"must be a side in pixels, or height and width, not {quote_yaml(value)}")
+    return value
+
+
+def _read_prompts(value: Any) -> Any:
+    if value is None or (isinstance(value, str) and value):
+        return value
+    if not isinstance(value, list) or not value:
+        raise SpecError(f"must be a list of prompts, or the name of a file of them, not {quote_yaml(value)}")
+    if len(value) > MOST:
+        raise SpecError(f"must be a list of at most {MOST}, not of {len(value)}")
+    for number, entry in enumerate(value):
+        validate(PromptOptions, {"prompt": entry} if isinstance(entry, str) else entry, number)
+    return value
+
+
 Named = Annotated[Any, make_validator(_read_named, str | dict[str, Any] | None)]
 Calls = Annotated[Any, make_validator(_read_call, dict[str, Any] | None)]
 
@@ -93,6 +115,19 @@ class ClassifyOptions(Section):
         if 0 < value < LEAST:  # numpy's beta distribution gives NaN for some
             raise convert_error(SpecError(f"must be 0, or {LEAST} or more, not {quote_yaml(value)}"))
         return value
+
+
+class PromptOptions(Section):
+    """Options of a prompt of `prompts`."""
+
+    prompt: str = declare(..., "the caption", "a cat in the snow")
+    negative: str | None = declare(None, "the caption that guidance leads away from; null: `negative` of the task", "blurry")
+    seed: int | None = declare(None, "the seed of its noise; null: its place in the list, from 0 on", 42, ge=0, lt=2**63)
+    size: Annotated[Any, make_validator(_read_size, int | list[int] | None)] = declare(
+        None, "a side in pixels, or height and width; null: that of the data", [768, 512]
+    )
+    guidance: float | None = declare(None, "its guidance; null: that of the task", 4.0, ge=-1e4, le=1e4)
+    steps: int | None = declare(None, "its steps; null: `sample_steps`", 28, ge=1, le=MOST)
 
 
 class DenoiseOptions(Section):
@@ -131,6 +166,11 @@ class DenoiseOptions(Section):
     call: Calls = declare(None, "what the inputs of the model get, where their names do not say it", {"x": "noisy"})
     samples: Annotated[Any, make_validator(_read_samples, int | list[str] | list[int])] = declare(
         8, "how many pictures, or a list of their captions or labels", ["a dog", "a cat"]
+    )
+    prompts: Annotated[Any, make_validator(_read_prompts, str | list[Any] | None)] = declare(
+        None,
+        "in the place of `samples` prompts of your own, each text or a mapping; or a file of them: .txt, .yaml or .json",
+        [{"prompt": "a cat", "seed": 42, "guidance": 4.0}],
     )
     guidance: float = declare(1.0, "guidance of the pictures (arXiv 2207.12598); 1: none", 4.0, ge=-1e4, le=1e4)
     sample_steps: int = declare(20, "steps that make a picture", 50, ge=1, le=MOST)

@@ -21,10 +21,19 @@ from ..core.spec.yaml_source import (
     quote_yaml,
     validate,
 )
-from .task_section import SCHEDULES, TASKS, ClassifyOptions, DenoiseOptions, PipelineTextOptions, Schedule, TextOptions
+from .task_section import (
+    LONGEST_SIDE,
+    SCHEDULES,
+    TASKS,
+    ClassifyOptions,
+    DenoiseOptions,
+    PipelineTextOptions,
+    PromptOptions,
+    Schedule,
+    TextOptions,
+)
 
 Stop = Literal["stop", "continue"]
-LONGEST_SIDE = 65536  # of an image, pixels
 MOST_FRAMES = 10_000  # of a video
 MOST_PIXELS = 2**28  # of an image: 3 GiB as floats of three colours
 
@@ -458,6 +467,7 @@ TRAIN = ConfigSection(
         DenoiseOptions: "`train.task`, below `denoise`",
         TextOptions: "`train.task.denoise.text`, below a folder",
         PipelineTextOptions: "`train.task.denoise.text`, below a text encoder of a pipeline",
+        PromptOptions: "`train.task.denoise.prompts`, a prompt",
     },
     {(Train, "task"): TASKS, (Train, "scheduler"): SCHEDULES},
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..task_section import DenoiseOptions
 from ..train_section import read_use
 from ..trigger import replace_trigger, with_trigger
 from .conditioning import Text, Vae
+from .fixed_draws import FixedDraws
 from .losses import MSE, add_offset, compute_huber_delta, compute_losses, compute_mean, read_loss
 from .model_call import (
     ModuleCall,
@@ -29,6 +30,7 @@ from .model_call import (
 from .noise import draw_positions, open_noise, read_density
 from .preservation import without_training
 from .task import Batch, Task, TaskInfo, Totals
+from .validation_prompts import join_pictures, list_forms, list_prompts, open_prompts
 
 TESTED = (0.125, 0.375, 0.625, 0.875)  # the places in the schedule at which a test takes the loss
 
@@ -44,7 +46,8 @@ class Denoise(Task):
     drawn: uniform, logit_normal or mode. loss: mse, huber or smooth_l1 (`losses`). noise_offset: a number that a sample's
     noise has in all of a channel, of this deviation. weighting, time_scale: of flow matching (`noise.Flow`; Flux takes times
     below 1, time_scale: 0.001). call: what the model is called with, where the names of its inputs do not say it. samples: how
-    many sample images, or a list of their captions or labels; guidance (arXiv 2207.12598) and sample_steps are theirs.
+    many sample images, or a list of their captions or labels; prompts: others in their place, with seeds, sizes and guidance of
+    their own (`validation_prompts`); guidance (arXiv 2207.12598) and sample_steps are theirs.
     train_guidance: a scale; the batch then has each sample twice, first with the caption `negative`, and what is learnt is
     negative + scale * (own - negative), as in DreamArtist (arXiv 2211.11337). preserve: a class; the batch then has each sample
     twice, too, then with the class in the place of the trigger, where what the model predicts without what trains is learnt.
@@ -71,6 +74,7 @@ class Denoise(Task):
         time_scale: float = 1.0,
         call: Mapping[str, Any] | None = None,
         samples: int | list[str] | list[int] = 8,
+        prompts: str | list[Any] | None = None,
         guidance: float = 1.0,
         sample_steps: int = 20,
         train_guidance: float | None = None,
@@ -82,13 +86,15 @@ class Denoise(Task):
         given |= {"null_label": null_label, "snr_gamma": snr_gamma, "density": density, "weighting": weighting}
         given |= {"loss": loss, "noise_offset": noise_offset, "time_scale": time_scale, "call": call, "samples": samples}
         given |= {"guidance": guidance, "negative": negative, "preserve": preserve, "preserve_weight": preserve_weight}
-        validate(DenoiseOptions, {**given, "sample_steps": sample_steps, "train_guidance": train_guidance})
+        given |= {"prompts": prompts, "sample_steps": sample_steps, "train_guidance": train_guidance}
+        validate(DenoiseOptions, given)
         self.scheduler, self.density = read_use(scheduler), read_density(read_use(density))
         self.loss_kind, self.noise_offset = read_loss(read_use(loss)), noise_offset
         self.prediction, self.snr_gamma, self.weighting, self.time_scale = prediction, snr_gamma, weighting, time_scale
         self.vae_spec, self.text_spec, self.mapping = vae, text, call
         self.dropout, self.null_label, self.guidance, self.sample_steps = dropout, null_label, guidance, sample_steps
         self.wanted, self.train_guidance, self.negative = samples, train_guidance, negative
+        self.given_prompts = prompts
         self.preserve, self.preserve_weight = preserve, preserve_weight
         with prefix_path("text"):
             said = read_use(text).options if text is not None else {}
@@ -96,6 +102,7 @@ class Denoise(Task):
 
     def setup(self, module: nn.Module, info: TaskInfo) -> None:
         self.info = info
+        self.prompts, self.wanted = open_prompts(self.given_prompts, self.wanted, info.base)
         self.noise = open_noise(
             self.scheduler,
             info.base,
@@ -149,14 +156,19 @@ class Denoise(Task):
         """Raise SpecError for an option that would have no effect, and for a label that the model does not have."""
         if self.preserve is None and self.preserve_weight != 1:
             raise SpecError("has no effect without 'preserve'", path=("preserve_weight",))
-        if self.negative and self.train_guidance is None and self.guidance == 1:
+        guided = self.guidance != 1 or any(one.guidance not in (None, 1) for one in self.prompts)
+        if self.negative and self.train_guidance is None and not guided:
             raise SpecError("has no effect without guidance: set 'guidance' or 'train_guidance'", path=("negative",))
         listed_samples = self.wanted if isinstance(self.wanted, list) else []
         labels = [item for item in listed_samples if isinstance(item, int)]
         if labels and not self.takes_label:
             raise SpecError("are labels, and the call of the model uses none", path=("samples",))
         if listed_samples and not labels and self.text is None:
-            raise SpecError("are captions, and the model is given none: set 'text', or a number of pictures", path=("samples",))
+            key = "prompts" if self.prompts else "samples"
+            raise SpecError("are captions, and the model is given none: set 'text', or a number of pictures", path=(key,))
+        for number, one in enumerate(self.prompts):
+            if one.negative and (self.guidance if one.guidance is None else one.guidance) == 1:
+                raise SpecError("has no effect without guidance: set it, too", path=("prompts", number, "negative"))
         if self.null_label is not None and not self.takes_label:
             raise SpecError("has no effect: the call of the model uses no label", path=("null_label",))
         for key, values in (("null_label", [self.null_label or 0]), ("samples", labels)):
@@ -213,15 +225,29 @@ class Denoise(Task):
         return {"loss": (total, count)}
 
     def samples(self, module: nn.Module, draw: Draws | None = None) -> Tensor | None:
-        """Draw the images that the option `samples` lists, always with the same noise."""
+        """Draw the images that the option `samples` or `prompts` lists, always with the same noise."""
         batch = self._sample_batch()
-        return self.generate(module, batch) if self._draws(batch) else None
+        return self._drawn(module, batch, range(len(batch["caption"]))) if self._draws(batch) else None
 
     def check_samples(self, module: nn.Module) -> bool:
         batch = self._sample_batch()
         if self._draws(batch):
-            self.generate(module, batch, trial=True)
+            self._drawn(module, batch, list_forms(list_prompts(batch)), trial=True)
         return self._draws(batch)
+
+    def _drawn(self, module: nn.Module, batch: Batch, rows: Sequence[int], trial: bool = False) -> Tensor:
+        """Draw samples of a batch: all at once, or where there are prompts these `rows`, one by one."""
+        if not self.prompts:
+            return self.generate(module, batch, trial=trial)
+        made = []
+        for row in rows:
+            one, given = self.prompts[row], {key: value[row : row + 1] for key, value in batch.items()}
+            seed = row if one.seed is None else one.seed
+            with prefix_path("prompts", row):
+                shape = None if one.size is None else self._encoded_shape(one.size)
+                how: dict[str, Any] = {"guidance": one.guidance, "steps": one.steps, "seed": seed, "negative": one.negative}
+                made.append(self.generate(module, given, **how, shape=shape, trial=trial)[0])
+        return join_pictures(made)
 
     def beside_samples(self) -> tuple[Tensor | None, list[str]]:
         batch = self._sample_batch()
@@ -237,23 +263,25 @@ class Denoise(Task):
         guidance: float | None = None,
         steps: int | None = None,
         seed: int = 0,
+        negative: str | None = None,
+        shape: tuple[int, ...] | None = None,
         trial: bool = False,
     ) -> Tensor:
         """Generate images float32 [n, c, h, w] in [0, 1], by the scheduler's own loop, for n captions, labels or conditions.
 
-        The noise of image i is that of the seed `seed` + i, whatever else is drawn. `guidance` and `steps` are by default the
-        task's; a `trial` ends the loop after its first step, and passes plugins, which may count, no caption. Further inputs go
-        to the module itself: `functools.partial(module, strength=0.5)`.
+        The noise of image i is that of the seed `seed` + i, whatever else is drawn. `guidance`, `negative`, the `shape` of the
+        noise and `steps` are by default the task's; a `trial` ends the loop after its first step, and passes plugins, which may
+        count, no caption. Further inputs go to the module itself: `functools.partial(module, strength=0.5)`.
         """
         count, scale = len(next(iter(given.values()))), self.guidance if guidance is None else guidance
         seeds = [torch.Generator().manual_seed(seed + n) for n in range(count)]
-        noise = torch.stack([torch.randn(self.shape, generator=seed) for seed in seeds]).to(self.info.device)
+        noise = torch.stack([torch.randn(shape or self.shape, generator=seed) for seed in seeds]).to(self.info.device)
         given = {k: v.to(self.info.device) if isinstance(v, Tensor) else v for k, v in given.items()}
         if "caption" in given and not trial:
             given["caption"] = [self.info.prompt(caption) for caption in given["caption"]]
         nothing = torch.ones(count, dtype=torch.bool, device=self.info.device)
         wanted = self._conditions(given, ~nothing)
-        unwanted = self._conditions(*self._without(given, nothing)) if scale != 1 else {}
+        unwanted = self._conditions(*self._without(given, nothing, negative)) if scale != 1 else {}
 
         def denoise(x: Tensor, time: Tensor) -> Tensor:
             if self.train_guidance is not None and scale != 1:
@@ -333,12 +361,12 @@ class Denoise(Task):
             before = self._predict(self.untrained, noisy, time, of_class)
         return predicted, compute_losses(new, before, {}, MSE)
 
-    def _without(self, batch: Batch, every: Tensor) -> tuple[Batch, Tensor]:
+    def _without(self, batch: Batch, every: Tensor, negative: str | None = None) -> tuple[Batch, Tensor]:
         """Return the batch with the negative caption for every sample, and which of its samples lose caption and label."""
-        if not self.negative:
+        if not (text := self.negative if negative is None else negative):
             return batch, every
         rest = {key: value for key, value in batch.items() if key != "tokens"}
-        return {**rest, "caption": [self.negative] * len(every)}, ~every
+        return {**rest, "caption": [text] * len(every)}, ~every
 
     def _conditions(self, batch: Batch, dropped: Tensor) -> dict[str, Any]:
         """Return the model's conditions; samples that are `dropped` [b] lose caption and label."""
@@ -412,15 +440,21 @@ class Denoise(Task):
         if not all(size) and self.info.examples is not None:
             size = tuple(get_images(self.info.examples(1)).shape[2:])
         if self.vae is not None:
-            channels = getattr(getattr(self.vae.module, "config", None), "in_channels", 3)
-            empty = torch.zeros(1, channels, *size, device=self.info.device)
-            latents = tuple(self.vae.encode(empty, Draws(0, 0, device=self.info.device)).shape[1:])
+            latents = self._encoded_shape(size)
             if len(seen) == 4 and latents[0] != seen[1]:
                 kind = type(self.vae.module).__name__
                 finding = f"{kind} gives latents of {latents[0]} channels, and the model was traced with {seen[1]}"
                 raise SpecError(finding, path=("vae",))
             return latents
         return (seen[1] if len(seen) == 4 else 3, *(size if all(size) else seen[2:]))
+
+    def _encoded_shape(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        """Return channels, height and width of what the model is given for a picture of this height and width."""
+        if self.vae is None:
+            return (self.shape[0], *size)
+        channels = getattr(getattr(self.vae.module, "config", None), "in_channels", 3)
+        empty = torch.zeros(1, channels, *size, device=self.info.device)
+        return tuple(self.vae.encode(empty, Draws(0, 0, device=self.info.device)).shape[1:])
 
     def _draws(self, batch: Batch) -> bool:
         """Return whether the batch has what the samples need."""
@@ -459,20 +493,3 @@ def take_rows(values: Any, rows: list[int]) -> Any:
     if isinstance(values, (list, tuple)) and not isinstance(values[0], str):  # of samples that hold lists
         return [take_rows(value, rows) for value in values]
     return values[rows] if isinstance(values, Tensor) else [values[row] for row in rows]
-
-
-class FixedDraws:
-    """Draws that depend on the sample alone, by its place in the data: the same in every batch and process."""
-
-    def __init__(self, batch: Batch, device: torch.device) -> None:
-        places = batch["index"].tolist() if "index" in batch else range(len(get_images(batch)))
-        self.generators = [torch.Generator().manual_seed(int(place)) for place in places]
-        self.device = device
-
-    def like(self, x: Tensor) -> Tensor:
-        """Draw standard normal numbers of the shape, dtype and device of `x`."""
-        return torch.stack([torch.randn(x.shape[1:], generator=g) for g in self.generators]).to(x)
-
-    def uniform(self, *shape: int) -> Tensor:
-        """Draw numbers of this shape, at least 0 and below 1."""
-        return torch.stack([torch.rand(shape[1:], generator=g) for g in self.generators]).to(self.device)

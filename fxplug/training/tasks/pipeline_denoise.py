@@ -17,7 +17,7 @@ from ...core.ir.variants import Variants
 from ...core.spec.yaml_source import validate
 from ...pipelines.denoiser_call import SampleCondition
 from ...pipelines.observation import PROMPTS
-from ...pipelines.recorded_run import call_pipeline, get_components
+from ...pipelines.recorded_run import get_components
 from ..distributed import find_largest
 from ..encoded_cache import EncodedCache
 from ..image_encoding import check_still_readable, encode_batch, encode_images
@@ -27,17 +27,19 @@ from ..task_section import DenoiseOptions
 from ..train_section import Use, read_use
 from ..trigger import replace_trigger, with_trigger
 from .added_inputs import AddedInputs, take_samples
-from .denoise import TESTED, FixedDraws, take_rows
+from .denoise import TESTED, take_rows
+from .fixed_draws import FixedDraws
 from .losses import MSE, add_offset, compute_huber_delta, compute_losses, compute_mean, read_loss
 from .noise import draw_positions, read_density
 from .pipeline_conditions import Store, group
 from .pipeline_encoders import Size, draw_sample, get_pictures, get_size, move_parts
 from .pipeline_options import AS_SAMPLED, check_names
-from .pipeline_samples import PipelineSamples, make_sample_arguments
+from .pipeline_samples import PipelineSamples, check_steps, make_prompt_arguments, make_sample_arguments
 from .pipeline_text import TrainedText, apply_to_encoders, read_text
 from .preservation import without_training
 from .sized_parts import SizedPart, SizedParts
 from .task import Batch, Task, TaskInfo, Totals, TrainedPart
+from .validation_prompts import join_pictures, list_forms, list_prompts, open_prompts
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class PipelineDenoise(Task):
         loss: Any = "mse",
         noise_offset: float = 0.0,
         samples: int | list[str] = 8,
+        prompts: str | list[Any] | None = None,
         sample_steps: int = 20,
         guidance: float | None = None,
         negative: str = "",
@@ -118,6 +121,7 @@ class PipelineDenoise(Task):
             loss: `mse`, `huber` or `smooth_l1`, with options.
             noise_offset: A number that a sample's noise has in all of a channel of what the VAE decodes, of this deviation.
             samples: How many pictures are drawn, or their captions.
+            prompts: In their place prompts with seeds, sizes and guidance, or a file of them.
             sample_steps: Steps of a picture.
             guidance: The scale of guidance of pictures; None is that of the call.
             negative: The caption that guidance leads away from.
@@ -132,7 +136,7 @@ class PipelineDenoise(Task):
         """
         check_names(others)
         given: dict[str, Any] = {"density": density, "dropout": dropout, "snr_gamma": snr_gamma, "weighting": weighting}
-        given |= {"samples": samples, "sample_steps": sample_steps, "negative": negative}
+        given |= {"samples": samples, "prompts": prompts, "sample_steps": sample_steps, "negative": negative}
         given |= {"loss": loss, "noise_offset": noise_offset, "preserve": preserve, "preserve_weight": preserve_weight}
         validate(DenoiseOptions, {**given, **({} if guidance is None else {"guidance": guidance})})
         if isinstance(samples, list) and not all(isinstance(caption, str) for caption in samples):
@@ -142,7 +146,7 @@ class PipelineDenoise(Task):
         self.loss_kind, self.noise_offset = read_loss(read_use(loss)), noise_offset
         self.dropout, self.snr_gamma, self.weighting = dropout, snr_gamma, weighting
         self.wanted, self.sample_steps, self.guidance, self.negative = samples, sample_steps, guidance, negative
-        self.store, self.open_latents = store, latents
+        self.store, self.open_latents, self.given_prompts = store, latents, prompts
         self.latents: EncodedCache | None = None
         self.preserve, self.preserve_weight, self.part, self.batch = preserve, preserve_weight, part or "", 2
         self.wanted_text = {} if text is None else read_text(pipe, text)
@@ -172,7 +176,8 @@ class PipelineDenoise(Task):
         self.added.check(example)
         self.sized = self._open_denoiser(self.wanted_part, example)
         self.size: Size = next(iter(sizes))
-        self.sample_call = make_sample_arguments(self.pipe, self.given, self.guidance, self.negative)
+        make_sample_arguments(self.pipe, self.given, self.guidance, self.negative)  # an error before all else
+        self.prompts, self.wanted = open_prompts(self.given_prompts, self.wanted, info.base)
         self.sized.of(self.size, check=True)
         self.part = self.sized.part
         others = {name: self._open_denoiser(name, example, self.sized) for name in self.beside}
@@ -416,21 +421,14 @@ class PipelineDenoise(Task):
 
     def check_samples(self, module: nn.Module) -> bool:
         batch = self._sample_batch()
-        if batch["caption"]:
-            few = {key: value[:1] for key, value in batch.items()}
-            self.draw(module, few, steps=2)
-            if self.sample_steps != 2:
-                self._check_steps()
-        return bool(batch["caption"])
-
-    def _check_steps(self) -> None:
-        """Raise SpecError for a number of steps that the pipeline does not take."""
+        prompts, calls = list_prompts(batch), self.sample_calls(batch)
+        for row in list_forms(prompts) if calls else ():
+            with prefix_path(*(("prompts", row, "size") if prompts[row].size else ())):
+                self.draw(module, {key: value[row : row + 1] for key, value in batch.items()}, steps=2)
         seen = self.sized.of(self.size).call.observation
-        try:
-            call_pipeline(self.pipe, seen.call, steps=self.sample_steps, first_call=seen.part)
-        except SpecError as error:
-            raise SpecError(f"the pipeline does not take {self.sample_steps} steps: {error.finding}",
-                            path=("sample_steps",)) from error  # fmt: skip
+        for steps in {one.steps or self.sample_steps for one in prompts} - {2}:
+            check_steps(self.pipe, seen.call, seen.part, steps)
+        return bool(calls)
 
     def beside_samples(self) -> tuple[Tensor | None, list[str]]:
         batch = self._sample_batch()
@@ -450,16 +448,16 @@ class PipelineDenoise(Task):
             seed: The seed of the first sample's noise; the others have the following ones.
 
         Returns:
-            Pictures float32 [n, c, h, w], or videos [n, f, c, h, w], in [0, 1].
+            Pictures float32 [n, c, h, w], or videos [n, f, c, h, w], in [0, 1]; smaller ones are padded to the largest.
 
         Raises:
             SpecError: The pipeline does not draw them.
         """
-        added = self.added.of(given)
-        return torch.stack([
-            self.sampler(module, arguments, steps=steps or self.sample_steps, seed=seed + number,
-                         added=take_samples(added, [number]))
-            for number, arguments in enumerate(self.sample_calls(given))
+        added, calls = self.added.of(given), self.sample_calls(given)
+        return join_pictures([
+            self.sampler(module, arguments, steps=steps or one.steps or self.sample_steps,
+                         seed=seed + number if one.seed is None else one.seed, added=take_samples(added, [number]))
+            for number, (arguments, one) in enumerate(zip(calls, list_prompts(given), strict=True))
         ])  # fmt: skip
 
     def sample_calls(self, given: Batch) -> list[dict[str, Any]]:
@@ -468,8 +466,12 @@ class PipelineDenoise(Task):
         seen = one.call.observation
         size: dict[str, Any] = {name: seen.call[name] for name in ("height", "width", "num_frames") if name in seen.call}
         calls = []
-        for caption, pictures in zip(given["caption"], one.conditions.pictures(given, len(given["caption"])), strict=True):
-            call = {**size, **self.sample_call, **one.conditions.picture_arguments(pictures)}
+        pictures = one.conditions.pictures(given, len(given["caption"]))
+        for number, prompt in enumerate(list_prompts(given)):
+            caption = given["caption"][number]
+            with prefix_path("prompts", number):
+                own = make_prompt_arguments(self.pipe, self.given, prompt, self.guidance, self.negative)
+            call = {**size, **own, **one.conditions.picture_arguments(pictures[number])}
             if "prompt" in seen.call:
                 call["prompt"] = self.info.prompt(caption)
             calls.append(call)
@@ -480,7 +482,8 @@ class PipelineDenoise(Task):
         what passes take beside."""
         batch = self._sample_batch(at_least=1)
         last = {key: value[-1:] for key, value in batch.items()}
-        return self.sample_calls(last)[0], len(batch["caption"]) - 1, self.added.of(last)
+        seed = list_prompts(last)[0].seed
+        return self.sample_calls(last)[0], len(batch["caption"]) - 1 if seed is None else seed, self.added.of(last)
 
     def _sample_batch(self, at_least: int = 0) -> Batch:
         """Return the batch for the samples: the listed captions, else those of the first of the data."""
@@ -491,4 +494,4 @@ class PipelineDenoise(Task):
         if isinstance(self.wanted, list) and self.wanted:
             batch["caption"] = [with_trigger(caption, self.info.trigger) for caption in self.wanted]
         batch.setdefault("caption", [""] * count)
-        return batch
+        return {**batch, "prompts": self.prompts} if self.prompts else batch

@@ -20,9 +20,10 @@ from ...core.torch_internals.modules import replace_forward
 from ...pipelines.diffusers_types import pipeline_part
 from ...pipelines.example_call import RESULTS
 from ...pipelines.opening import call_parameters
-from ...pipelines.recorded_run import get_components, hide_warnings
+from ...pipelines.recorded_run import call_pipeline, get_components, hide_warnings
 from .pipeline_encoders import Encoders, compute_in_precision, get_dtype
 from .task import TrainedPart
+from .validation_prompts import ValidationPrompt
 
 GUIDANCES = ("true_cfg_scale", "guidance_scale")  # which argument guides, if a pipeline has the first, the second tells
 
@@ -198,4 +199,28 @@ def make_sample_arguments(pipe: Any, call: Mapping[str, Any], guidance: float | 
         if "negative_prompt" not in known:
             raise SpecError(f"{kind} takes no negative_prompt: leave it out", path=("negative",))
         made["negative_prompt"] = negative
+    return made
+
+
+def check_steps(pipe: Any, call: Mapping[str, Any], part: str, steps: int) -> None:
+    """Raise SpecError for a number of steps that a pipeline does not take."""
+    try:
+        call_pipeline(pipe, call, steps=steps, first_call=part)
+    except SpecError as error:
+        raise SpecError(f"the pipeline does not take {steps} steps: {error.finding}", path=("sample_steps",)) from error
+
+
+def make_prompt_arguments(
+    pipe: Any, call: Mapping[str, Any], one: ValidationPrompt, guidance: float | None, negative: str
+) -> dict[str, Any]:
+    """Return the arguments that a prompt's picture is drawn with beside the prompt; guidance and negative are the task's.
+
+    Raises SpecError for what the pipeline does not take.
+    """
+    scale, without = guidance if one.guidance is None else one.guidance, negative if one.negative is None else one.negative
+    made = make_sample_arguments(pipe, call, scale, without)
+    if one.size is not None:
+        if not {"height", "width"} <= {*call_parameters(pipe)}:
+            raise SpecError(f"{type(pipe).__name__} takes no height and width: leave it out", path=("size",))
+        made |= dict(zip(("height", "width"), one.size, strict=True))
     return made
