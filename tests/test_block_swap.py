@@ -3,6 +3,8 @@ has memory there while its block may compute, and none else."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -153,6 +155,38 @@ def test_two_forwards_before_a_backward_and_a_backward_again():
         return loss, {name: p.grad for name, p in of.named_parameters() if p.grad is not None}
 
     same(both(made, module), both(plain, plain))
+
+
+def test_threads_take_turns_and_are_refused_where_a_backward_pass_may_follow():
+    module, x = lora()
+    swap = plan_swap(module, 5, "cpu")
+    made = swap.outline(module).eval()  # without dropout
+    with torch.no_grad():
+        expected = made(x)
+    start, found = threading.Barrier(4), []
+
+    def draw():
+        start.wait()
+        for _ in range(20):
+            with torch.no_grad():
+                found.append(torch.equal(made(x), expected))
+
+    def call_in_thread():
+        with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+            return pool.submit(made, x).result()
+
+    threads = [threading.Thread(target=draw) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 80
+    loss = made(x).sum()
+    with pytest.raises(FxplugError, match="called from several threads: another thread has called it with gradients"):
+        call_in_thread()
+    loss.backward()
+    del loss
+    assert torch.equal(call_in_thread(), expected)
 
 
 def test_sampling_fetches_only_what_there_is_no_room_for():

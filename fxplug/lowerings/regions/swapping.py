@@ -6,6 +6,8 @@ kohya's sd-scripts call it `blocks_to_swap`.
 from __future__ import annotations
 
 import re
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -84,8 +86,8 @@ class BlockSwap:
     `blocks` are the weights by the names of regions, in the order they run. What computes a block calls `enter` before: it
     fetches the weights, and those of the next block beside the computation, and gives the memory of the block back that is
     wanted last: forward, then backward, then forward again. The parameters stay the same objects with the same values,
-    wherever they are. With a device that is the host itself all is done as elsewhere, and saves nothing. One call runs at a
-    time: another thread would compute in memory that was given back.
+    wherever they are. With a device that is the host itself all is done as elsewhere, and saves nothing. Threads take turns, a
+    block each; while one of them has a result whose backward pass may follow, the others are refused.
     """
 
     blocks: dict[str, list[SwappedWeight]]
@@ -103,6 +105,8 @@ class BlockSwap:
         stream: Any = torch.cuda.Stream
         self.stream: torch.cuda.Stream | None = stream(self.device) if self.device.type == "cuda" else None
         self.events: dict[int, torch.cuda.Event] = {}
+        self.lock = threading.RLock()
+        self.waiting: weakref.ref[GradientPass] | None = None
 
     # --- what is where
 
@@ -163,6 +167,8 @@ class BlockSwap:
             for each in weights:
                 each.use()
         except BaseException:  # no memory, or an interrupt: the values are on the host
+            if self.stream is not None:  # a copy that has no event yet must not end in memory that was given back
+                torch.cuda.current_stream(self.device).wait_stream(self.stream)
             self._free(block)
             raise
         self.fetches += 1
@@ -181,18 +187,23 @@ class BlockSwap:
 
     @torch.no_grad()
     def release(self) -> None:
-        """Give all memory on the device back: the weights are on the host."""
-        for block in [*self.present]:
-            self._free(block)
+        """Give all memory on the device back: the weights are on the host, and may be written there."""
+        with self.lock:
+            for block in [*self.present]:
+                self._free(block)
+            if self.stream is not None:
+                self.stream.synchronize()  # else a copy may still read the host
 
     @torch.no_grad()
     def keep(self, tensor: Tensor) -> None:
         """Put a weight on the device for good, and swap it no more."""
-        block = self.weights[self.block_of.pop(id(tensor))]
-        (kept,) = (each for each in block if each.tensor is tensor)
-        kept.free()
-        block.remove(kept)
-        tensor.data = kept.host.to(self.device)
+        with self.lock:
+            number = self.block_of.pop(id(tensor))
+            (kept,) = (each for each in self.weights[number] if each.tensor is tensor)
+            self._wait(number)
+            kept.free()
+            self.weights[number].remove(kept)
+            tensor.data = kept.host.to(self.device)
 
     def place(self, module: nn.Module) -> None:
         """Move a module to the device, but for the weights of blocks.
@@ -260,13 +271,54 @@ class BlockSwap:
             yield
 
     def _call(self, needed: Sequence[int], forward: Any, *args: Any, **kwargs: Any) -> Any:
-        self.enter(needed)
-        return forward(*args, **kwargs)
+        with self.entered(needed):
+            return forward(*args, **kwargs)
+
+    @contextmanager
+    def entered(self, needed: Sequence[int]) -> Iterator[None]:
+        """Have blocks on the device inside the context, which one thread is in at a time.
+
+        Args:
+            needed: The numbers of the blocks that are computed.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            FxplugError: Another thread has a result whose backward pass may follow, for which these blocks must stay.
+        """
+        with self.lock:
+            other = self._find_pass()
+            if other is not None and other.thread != threading.get_ident():
+                finding = "another thread has called it with gradients, and its backward pass needs the blocks that it has left"
+                raise FxplugError(f"swapped blocks are called from several threads: {finding}; wait until that thread is done "
+                                  "and its loss is deleted, or do not swap blocks")  # fmt: skip
+            self.enter(needed)
+            yield
+
+    def begin_pass(self) -> GradientPass:
+        """Return what knows that a backward pass may follow, as long as it is held: by the nodes of the results."""
+        found = self._find_pass()
+        if found is None:
+            found = GradientPass(self, threading.get_ident())
+            self.waiting = weakref.ref(found)
+        return found
+
+    def _find_pass(self) -> GradientPass | None:
+        return None if self.waiting is None else self.waiting()
 
     def _list_blocks(self, module: nn.Module) -> list[int]:
         """Return the numbers of the blocks that a module has weights of."""
         parts = [part for p in module.parameters() for part in _list_parts(p)]
         return sorted({self.block_of[id(part)] for part in parts if id(part) in self.block_of})
+
+
+@dataclass(eq=False)
+class GradientPass:
+    """Regions of a swap that a `thread` has computed with gradients: it lives as long as the graph of any result of these."""
+
+    swap: BlockSwap
+    thread: int
 
     def enter_backward(self, needed: Sequence[int], gradients: Any) -> None:
         """Have blocks on the device before their backward pass, and begin to fetch the one before.
@@ -282,7 +334,8 @@ class BlockSwap:
             raise FxplugError(
                 "gradients of gradients (create_graph=True) need the weights of all blocks at once: do not swap blocks"
             )
-        self.enter(needed, backward=True)
+        with self.swap.lock:
+            self.swap.enter(needed, backward=True)
 
 
 class SwappedRegion(nn.Module):
@@ -294,17 +347,17 @@ class SwappedRegion(nn.Module):
         self.training = region.training
 
     def forward(self, *args: Any) -> Any:
-        self.swap.enter(self.needed)
-        weights = [each for block in self.needed for each in self.swap.weights[block]]
-        memory = {memory_id(each.place.untyped_storage()) for each in weights}
-        result = map_leaves(  # a view of a weight leaves as a copy
-            self.region(*args),
-            lambda x, _: x.clone() if isinstance(x, Tensor) and memory_id(x.untyped_storage()) in memory else x,
-        )
-        given = [x.grad_fn for x in list_leaves(args) if isinstance(x, Tensor)]
-        nodes = [x.grad_fn for x in list_leaves(result) if isinstance(x, Tensor) and x.grad_fn is not None]
-        for node in dict.fromkeys(node for node in nodes if node not in given):
-            node.register_prehook(partial(self.swap.enter_backward, self.needed))
+        with self.swap.entered(self.needed):
+            weights = [each for block in self.needed for each in self.swap.weights[block]]
+            memory = {memory_id(each.place.untyped_storage()) for each in weights}
+            result = map_leaves(  # a view of a weight leaves as a copy
+                self.region(*args),
+                lambda x, _: x.clone() if isinstance(x, Tensor) and memory_id(x.untyped_storage()) in memory else x,
+            )
+            given = [x.grad_fn for x in list_leaves(args) if isinstance(x, Tensor)]
+            nodes = [x.grad_fn for x in list_leaves(result) if isinstance(x, Tensor) and x.grad_fn is not None]
+            for node in dict.fromkeys(node for node in nodes if node not in given):
+                node.register_prehook(partial(self.swap.begin_pass().enter_backward, self.needed))
         return result
 
 
