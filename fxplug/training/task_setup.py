@@ -162,11 +162,25 @@ def prepare_beside(task: Task, settings: Train, accelerator: Accelerator) -> Non
             part.runner, _ = prepare(part.module, settings, frozen, accelerator)
 
 
-def set_modes(runner: nn.Module, module: TracedModule, settings: Train, task: Task) -> None:
-    """Put all that trains into its mode: the module, what runs in its place, and the models beside it."""
-    set_mode(runner, module, settings.mode)
-    for part in task.beside.values():
-        set_mode(part.runner, part.module, "eval" if part.encodes else settings.mode)
+class Modes:
+    """Modes of all that trains: of the `module`, what runs in its place, and the models beside it."""
+
+    def __init__(self, runner: nn.Module, module: TracedModule, settings: Train, task: Task) -> None:
+        self.runner, self.module, self.settings, self.task = runner, module, settings, task
+        self.known: list[tuple[nn.Module, bool]] = []
+
+    def set(self) -> None:
+        """Put all that trains into its mode."""
+        set_mode(self.runner, self.module, self.settings.mode)
+        for part in self.task.beside.values():
+            set_mode(part.runner, part.module, "eval" if part.encodes else self.settings.mode)
+        runners = [self.runner, *(part.runner for part in self.task.beside.values())]
+        self.known = [(each, each.training) for runner in runners for each in runner.modules()]
+
+    def renew(self) -> None:
+        """Put all that trains into its mode again, where a module has another one by now: to set each takes long."""
+        if not self.known or any(each.training is not mode for each, mode in self.known):
+            self.set()
 
 
 def check_task_settings(task: Any, given: Mapping[str, Any]) -> Train:

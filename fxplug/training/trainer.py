@@ -208,9 +208,10 @@ class Trainer:
         both = self.divided.twin_error == self.module.twin_error  # else only one mode can be divided
         shown = self.divided if both else self.module
         shown = self.sharded or swap_outside_steps(shown, self.task, self.swap)
-        after = functools.partial(task_setup.set_modes, self.runner, self.module, self.settings, self.task)
+        self.modes = task_setup.Modes(self.runner, self.module, self.settings, self.task)
         weights = self.ema.applied if self.ema else functools.partial(use_evaluation_weights, made, self.trained)
-        self.evaluation = Evaluation(shown, self.task, self.accelerator, weights, after, sharded=self.sharded is not None)
+        shards = self.sharded is not None
+        self.evaluation = Evaluation(shown, self.task, self.accelerator, weights, self.modes.set, sharded=shards)
 
     @functools.cached_property
     def run(self) -> dict[str, Any]:
@@ -348,7 +349,7 @@ class Trainer:
                 line += f"; the learning rate keeps its schedule of {self.watch.steps} steps, and there are {self.steps}"
             self.watch.note(line)
             self.watch.steps, self.watch.epochs = self.steps, self.epochs
-        self.evaluation.after()
+        self.modes.renew()
         begin_training(self.state.optimizer)
 
     def _batches(self) -> Iterator[list[Batch]]:
