@@ -25,6 +25,7 @@ def draw_case(chance: random.Random) -> tuple[str, int, list[dict[str, Any]], se
         row: dict[str, Any] = {"name": f"a{number}", "seed": chance.randrange(9), "batch": chance.randint(1, 4)}
         row |= {"lr": chance.choice((1e-3, 1e-2, 0.1)), "weight_decay": chance.choice((0.0, 0.1))}
         row |= {"optimizer": chance.choice(OPTIMIZERS), "scheduler": chance.choice(SCHEDULERS)}
+        row |= {"accumulate": chance.choice((1, 1, 2, 3))}
         row |= {"clip": chance.choice((None, 0.1, 1.0)), "ema": chance.choice((None, 0.9))}
         row["epochs" if chance.random() < 0.3 else "steps"] = chance.randint(1, 5) if chance.random() < 0.8 else 1
         if kind != "ia3":

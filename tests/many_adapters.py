@@ -100,6 +100,7 @@ def settings(number: int, kind: str = "lora", steps: int = 5) -> dict[str, Any]:
     if kind == "lora":
         row["dropout"] = (0.0, 0.2)[number % 2]
     row |= {"lr": 1e-2 * (1 + number % 3), "clip": (None, 0.5)[number // 2 % 2], "weight_decay": 0.01 * (number % 2)}
+    row |= {"accumulate": 1 + number // 2 % 3}
     row |= {"optimizer": {"sgd": {"momentum": 0.9}} if number % 4 == 3 else "adamw"}
     return {**row, "scheduler": ("cosine", None)[number % 2], "data": Samples(number, 9 + number)}
 

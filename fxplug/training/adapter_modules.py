@@ -7,9 +7,10 @@ that are that adapter's: none computes, or sees, another's samples, so that 0 x 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,7 +120,8 @@ def make_adapter_module(
             passes.append(_describe_alone(entry, given))
     if unknown := [key for key, value in given.items() if value is not None and key not in taken]:
         raise SpecError(f"no pass here has blocks with a {unknown[0]}", path=(unknown[0],))
-    return module.derived(tree, graphs, passes=passes)
+    again = partial(make_adapter_module, given=given, seed=seed, chosen=chosen)  # of a trace for another form of call
+    return module.derived(tree, graphs, passes=passes).made_by(again, module)
 
 
 def _remake_block(
@@ -357,13 +359,16 @@ def may_draw(block: nn.Module) -> bool:
     return not ours or bool(getattr(block, "dropout", 0))
 
 
-def join_adapters(module: TracedModule, adapters: Sequence[TracedModule], rows: Rows) -> TracedModule:
+def join_adapters(
+    module: TracedModule, adapters: Sequence[TracedModule], rows: Rows, makers: Sequence[Callable[[TracedModule], TracedModule]]
+) -> TracedModule:
     """Return one module for the samples of several adapters.
 
     Args:
         module: The module with slots that all were made of.
         adapters: What `make_adapter_module` made of it, equal but for their blocks and passes.
         rows: Whose rows are whose, which is set before each call.
+        makers: What made the modules of the adapters, and makes those of another trace, for another form of call.
 
     Returns:
         A module on the same tensors, whose graph calls every adapter's blocks with that adapter's rows.
@@ -398,7 +403,11 @@ def join_adapters(module: TracedModule, adapters: Sequence[TracedModule], rows: 
                 calls = [node for node in every if node.target == name]
                 changed = _find_changed(module.get_submodule(name), calls[0]) if None in blocks and calls else 0
                 _set_submodule(tree, name, AdapterBlocks(name, rows, blocks, dim, changed=changed))
-    return first.derived(tree, graphs)
+    return first.derived(tree, graphs).made_by(partial(_join_again, rows=rows, makers=makers), module)
+
+
+def _join_again(module: TracedModule, rows: Rows, makers: Sequence[Callable[[TracedModule], TracedModule]]) -> TracedModule:
+    return join_adapters(module, [make(module) for make in makers], rows, makers)
 
 
 def _call_by_rows(tree: nn.Module, graph: fx.Graph, name: str, blocks: Sequence[nn.Module | None], rows: Rows) -> None:

@@ -6,7 +6,8 @@ import contextlib
 import copy
 import math
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,11 +105,14 @@ class AdapterRuns:
         common = {"base": base, "timm": timm, "accelerator": self.accelerator, "quiet": True, "config": self.config}
         self.runs: list[AdapterRun] = []
         modules: list[TracedModule] = []
+        makers: list[Callable[[TracedModule], TracedModule]] = []
         for index, (one, given) in enumerate(zip(settings.adapters, objects, strict=True)):
             own = make_adapter_settings(settings, index)
             of_seed = seed if one.seed is None else one.seed
             with prefix_path(*PATH, index):
-                made = make_adapter_module(module, one.model_dump(include={*OPTIONS}), of_seed, one.passes)
+                options = one.model_dump(include={*OPTIONS})
+                makers.append(partial(make_adapter_module, given=options, seed=of_seed, chosen=one.passes))
+                made = makers[-1](module)
             if isinstance(data, Loader) and given["data"] is None and len(plain) > 1:
                 raise TrainError("one Loader cannot give the samples of several adapters: give each its own, or a data set")
             loaders = [given[key] if given[key] is not None else default for key, default in (("data", data), ("test", test))]
@@ -124,7 +128,7 @@ class AdapterRuns:
             modules.append(made)
             self.runs.append(AdapterRun(one.name, index, trainer))
         self.rows = Rows(drawings=[RandomState() for _ in self.runs])
-        self.joint = join_adapters(module, modules, self.rows)
+        self.joint = join_adapters(module, modules, self.rows, makers)
         set_mode(self.joint, self.joint, settings.mode)
         self.shared = SharedPass(self.joint, self.rows, self.runs[0].trainer.accelerator.autocast)
         self.watch = RunMonitor(self.out, settings, 0, 0, quiet=quiet)
@@ -307,13 +311,18 @@ class AdapterRuns:
         one.ended = error is not None or not trainer.take_step.stop
 
     def _take_round(self) -> None:
-        """Take one step of each adapter that trains."""
-        calling = list(self._active)
-        while calling:
-            self.shared.forward([(one.index, one.shared.call) for one in calling if one.shared.call is not None])
-            self._resume_all(calling)
-            calling = [one for one in self._active if one in calling and one.shared.call is not None]
-        self.shared.backward()
+        """Take one step of each adapter that trains: a micro step of all, and further ones of those whose step has more."""
+        turn = list(self._active)
+        while turn:
+            calling = turn
+            while calling:
+                self.shared.forward([(one.index, one.shared.call) for one in calling if one.shared.call is not None])
+                self._resume_all(calling)
+                calling = [one for one in self._active if one in calling and one.shared.call is not None]
+            self.shared.backward()
+            turn = [one for one in self._active if one in turn and one.trainer.take_step.has_more]
+            self._resume_all(turn)
+            turn = [one for one in self._active if one in turn]
         self.states.rounds += 1
 
     def _describe_steps(self) -> str:

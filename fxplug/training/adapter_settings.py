@@ -15,7 +15,6 @@ PATH = ("train", "adapters")
 OBJECTS = ("data", "test", "task")  # of an adapter in Python: no plain values
 # settings of a run that would need something of the batch of all adapters, and why there is none
 REFUSED: dict[str, str] = {
-    "accumulate": "each step of all adapters is one batch: give 'batch' instead",
     "trainable": "the base is one for all adapters, and stays as it is",
     "assistant": "the base is one for all adapters, and stays as it is",
     "shard": "the run is one process",

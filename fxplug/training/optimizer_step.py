@@ -42,6 +42,7 @@ class Stepper:
         self.asked: Callable[[], bool] = lambda: False  # whether this process was told to stop
         self.stop = False  # whether any was; all know it after the same step
         self.checked, self.overflows = False, 0
+        self.has_more = False  # whether the step at hand has further micro batches
         self.whole = True  # whether all of a step is done; the trainer says so when it has counted it
         self._names: list[str] = []  # of numbers that any process has reported
 
@@ -57,6 +58,7 @@ class Stepper:
         reports: list[dict[str, float]] = []
         for micro, batch in enumerate(batches):
             last = micro == len(batches) - 1
+            self.has_more = not last
             here = {"batch": batch, "epoch": place["epoch"]}
             here |= {key: place[key] + micro for key in ("global_step", "local_step")}
             began = time.perf_counter()

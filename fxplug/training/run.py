@@ -22,8 +22,8 @@ from ..core.reading import report_errors
 from ..pipelines.pipeline_model import list_denoisers
 from ..pipelines.recorded_run import get_components
 from ..reporting.reports import report
-from .adapter_output import check_adapter, find_pipeline, has_adapter, prove_adapter, write_adapter
-from .adapter_runs import AdapterRuns
+from .adapter_output import FILE, check_adapter, find_pipeline, has_adapter, prove_adapter, write_adapter
+from .adapter_runs import RUNS, AdapterRuns
 from .adapter_settings import check_adapter_settings, make_adapter_data, make_adapter_settings
 from .checkpoint import find_newest
 from .data.loader import Loader
@@ -221,7 +221,19 @@ def _train_adapters(
     trainer.open(start)
     with report_errors(lambda finding: TrainError(f"{folder} {finding}"), "cannot be written"):
         (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), "utf-8")
-    history = trainer.fit(resume=start)
+    for one in trainer.runs:
+        if has_adapter(one.trainer.task, config, one.trainer.module):
+            check_adapter(one.trainer.module, one.trainer.task)
+    try:
+        history = trainer.fit(resume=start)
+    finally:
+        for one in trainer.runs:
+            if one.ended:
+                _report(folder / RUNS / one.name, one.trainer)
+    for one in trainer.runs:
+        written = folder / "adapter" / one.name
+        if isinstance(one.trainer.task, PipelineDenoise) and (written / FILE).is_file() and not one.failed:
+            prove_adapter(one.trainer, one.trainer.task, written)
     return Run(result.module, history, folder, trainer.metrics, trainer)
 
 

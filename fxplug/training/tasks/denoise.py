@@ -92,6 +92,7 @@ class Denoise(Task):
         self.loss_kind, self.noise_offset = read_loss(read_use(loss)), noise_offset
         self.prediction, self.snr_gamma, self.weighting, self.time_scale = prediction, snr_gamma, weighting, time_scale
         self.vae_spec, self.text_spec, self.mapping = vae, text, call
+        self.opened: dict[Any, Any] = {}  # frozen models, which the copies of this task for several adapters share
         self.dropout, self.null_label, self.guidance, self.sample_steps = dropout, null_label, guidance, sample_steps
         self.wanted, self.train_guidance, self.negative = samples, train_guidance, negative
         self.given_prompts = prompts
@@ -112,9 +113,18 @@ class Denoise(Task):
             weighting=self.weighting,
             time_scale=self.time_scale,
         )
-        self.vae = Vae(self.vae_spec, info.base, info.device) if self.vae_spec is not None else None
+        where = info.base, info.device
+        self.vae = None
+        if self.vae_spec is not None:
+            key = ("vae", *map(str, where))
+            self.vae = self.opened[key] = self.opened.get(key) or Vae(self.vae_spec, *where)
+        self.text = None
         with prefix_path("text"):
-            self.text = Text(self.text_spec, info.base, info.device, info.seed) if self.text_spec is not None else None
+            if self.text_spec is not None:
+                key = ("text", *map(str, where))
+                self.text = self.opened.get(key) or Text(self.text_spec, *where, info.seed)
+                if self.text.encoder is not None and not self.trains:  # a function of one's own may have a state
+                    self.opened[key] = self.text
         self.encoder = self.text.encoder if self.text is not None else None
         texts = self.text([""]) if self.text is not None else {}
         values = ["noisy", "time", *(["text"] if texts else []), *(f"text.{name}" for name in texts), "label", "condition"]
