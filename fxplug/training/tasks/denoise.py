@@ -116,15 +116,15 @@ class Denoise(Task):
         where = info.base, info.device
         self.vae = None
         if self.vae_spec is not None:
-            key = ("vae", *map(str, where))
-            self.vae = self.opened[key] = self.opened.get(key) or Vae(self.vae_spec, *where)
+            place = ("vae", *map(str, where))
+            self.vae = self.opened[place] = self.opened.get(place) or Vae(self.vae_spec, *where)
         self.text = None
         with prefix_path("text"):
             if self.text_spec is not None:
-                key = ("text", *map(str, where))
-                self.text = self.opened.get(key) or Text(self.text_spec, *where, info.seed)
+                place = ("text", *map(str, where))
+                self.text = self.opened.get(place) or Text(self.text_spec, *where, info.seed)
                 if self.text.encoder is not None and not self.trains:  # a function of one's own may have a state
-                    self.opened[key] = self.text
+                    self.opened[place] = self.text
         self.encoder = self.text.encoder if self.text is not None else None
         texts = self.text([""]) if self.text is not None else {}
         values = ["noisy", "time", *(["text"] if texts else []), *(f"text.{name}" for name in texts), "label", "condition"]
