@@ -203,8 +203,8 @@ def _rows_of(leaf: Any, start: int, size: int, total: int, with_gradients: bool)
     if not leaf.dim() or len(leaf) != total:
         if leaf.requires_grad:
             raise TrainError(
-                f"the module returns {list(leaf.shape)} for {total} samples, so that adapters cannot be distinguished in it, as "
-                "where samples are a list: train them in runs of their own"
+                f"the module returns {list(leaf.shape)} for {total} samples, so that adapters cannot be distinguished in it, "
+                "as where samples are a list: train them in runs of their own"
             )
         return None, leaf
     own = leaf.detach()[start : start + size]
