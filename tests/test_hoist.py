@@ -4,6 +4,7 @@ words."""
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 import threading
 import warnings
@@ -539,6 +540,30 @@ def test_a_pipeline_computes_no_more_early_than_is_kept():
     assert torch.equal(Pipe(gm, times)(5), Pipe(hoisted, times)(5)) and hoisted._offload is None  # for good
 
 
+def test_weights_that_left_by_themselves_are_moved_saved_and_loaded(tmp_path):
+    gm, hoisted = make_noted()
+    times = [9.0, 7.0]
+    pipes = Pipe(gm, times), Pipe(hoisted, times)
+    pipes[1]()
+    hoisted.to(torch.float64).to(torch.float32)
+    assert torch.equal(pipes[0](), pipes[1]()) and hoisted._offload.count_bytes() == 0
+    fxplug.save(hoisted, tmp_path / "it")
+    assert is_same(fxplug.load(tmp_path / "it")(**inputs()), gm(**inputs()))
+    hoisted.load_state_dict({key: value + 1 for key, value in hoisted.state_dict().items()})
+    assert torch.equal(pipes[0](), pipes[1]())
+    twin = copy.deepcopy(pipes[1])
+    assert torch.equal(pipes[0](), twin()) and twin.model._offload.count_bytes() == 0
+    for scheduler in (SimpleNamespace(timesteps="now"), SimpleNamespace(timesteps=[[9.0], [7.0]]), SimpleNamespace(
+            timesteps=torch.tensor([]), sigmas=torch.tensor([]), config={}), SimpleNamespace(timesteps=None)):  # fmt: skip
+        hoisted.reset()
+        Around.scheduler = scheduler
+        with torch.no_grad():
+            assert is_same(Around(hoisted)(**inputs()), Around(gm)(**inputs()))
+    with pytest.raises(TypeError, match=r"a HoistedModule cannot be pickled: use fxplug.save"):
+        pickle.dumps(hoisted)
+    assert is_same(copy.copy(hoisted)(**inputs()), gm(**inputs()))
+
+
 def test_a_modular_pipeline_sees_what_a_hoisted_model_takes():
     case = modular.made("flux3")
     fxplug.rewrite_pipeline(case.pipe, {"transformer": ()}, **case.call)
@@ -644,12 +669,17 @@ def test_stages_are_compiled_once():
 
 
 class Around(nn.Module):
+    scheduler = None
+
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
     def forward(self, **call):
         return self.inner(**call) + 1
+
+    def __call__(self, **call):  # as a pipeline's, whose scheduler is asked
+        return super().__call__(**call)
 
 
 class Block(nn.Module):

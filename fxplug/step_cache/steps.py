@@ -207,6 +207,14 @@ class Stepped(nn.Module):
     def __getitem__(self, key: int | str) -> nn.Module:
         return self.module[key]  # type: ignore[no-any-return]
 
+    def __copy__(self) -> Self:
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"a {type(self).__name__} cannot be pickled: use fxplug.save(module, folder)")
+
     def train(self, mode: bool = True) -> Self:
         """Put the module and all parts into a mode."""
         self.training = mode

@@ -445,7 +445,7 @@ class HoistedModule(Stepped):
             if self._offload is not None:
                 self._move_weights(self._offload.bring)
             self._offload = None if device is None else Offload(list_early(self._cut), torch.device(device))
-            self._follows, self._is_followed = self._follows and device is not None, False
+            self._follows, self._is_followed = self._follows and device is not None, False  # None is for good
             if self._offload is not None:
                 self._move_weights(self._offload.send)
         return self
@@ -465,12 +465,11 @@ class HoistedModule(Stepped):
                 self._stamps[name] = make_stamp(self._places[name], self._layers[name])
 
     def _apply(self, function: Any, recurse: bool = True) -> HoistedModule:
-        away = self._offload
+        away, follows, followed = self._offload, self._follows, self._is_followed
         self.offload(None)
         super()._apply(function, recurse)  # which waits for calls that wait for the guard
-        if away is not None:
-            self.offload(away.device)
-        return self
+        self._follows = follows
+        return self if away is None or followed else self.offload(away.device)
 
     # --- about it
 

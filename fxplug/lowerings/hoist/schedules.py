@@ -73,9 +73,13 @@ def find_row(scheduler: Any, value: Any) -> list[float]:
 
 def list_forms(scheduler: Any, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield the times of a scheduler in the forms in which pipelines give them to a model, the nearest first."""
-    times = torch.as_tensor(scheduler.timesteps).detach().flatten().cpu()
+    try:
+        times = torch.as_tensor(scheduler.timesteps).detach().flatten().cpu()
+    except (TypeError, ValueError, RuntimeError):  # of a scheduler of somebody's own
+        return
     sigmas, config = getattr(scheduler, "sigmas", None), getattr(scheduler, "config", None)
-    whole = getattr(config, "num_train_timesteps", None) or TRAINED
+    trained = getattr(config, "num_train_timesteps", None)
+    whole = trained if isinstance(trained, (int, float)) and trained > 0 else TRAINED
     noise = [sigmas.detach().flatten()[: len(times)].cpu()] if isinstance(sigmas, Tensor) else []
     for row in (times, *noise):
         for kind in dict.fromkeys((dtype, row.dtype, torch.float64)):
