@@ -238,7 +238,7 @@ def measure_family(model: Any, call: dict[str, Any]) -> dict[str, Any]:
         return torch.randn(tensor.shape, generator=gen).to(tensor.dtype) if tensor.is_floating_point() else tensor.clone()
 
     try:
-        gm = fxplug.trace(model, kwargs=call).eval()
+        gm = fxplug.trace(model, kwargs=copy_of(call)).eval()
         inputs = [str(node.target).lstrip("*") for node in gm.graph.nodes if node.op == "placeholder"]
         stay = [name for name in inputs[1:] if name in call and name not in CLOCKS]
         groups = {"conditions": stay, "time": [name for name in inputs if name in CLOCKS]}
@@ -250,7 +250,7 @@ def measure_family(model: Any, call: dict[str, Any]) -> dict[str, Any]:
     times = [{name: map_leaves(call[name], lambda t, _, value=value: torch.full_like(t, value)) for name in groups["time"]}
              for value in (3, 1)]  # fmt: skip
     for module in (gm, hoisted):  # whose code is written at the first call
-        module(**map_leaves(call, lambda value, _: value))
+        module(**copy_of(call))
     equal, spent = 0, {"seconds hoisted": 0.0, "seconds": 0.0}
     for turn in range(CHANGES):
         call |= {inputs[0]: map_leaves(call[inputs[0]], new), **draw.choice(times), **draw.choice(prompts)}
@@ -260,7 +260,7 @@ def measure_family(model: Any, call: dict[str, Any]) -> dict[str, Any]:
         for key, module in draw.sample([("seconds hoisted", hoisted), ("seconds", gm)], 2):
             torch.manual_seed(turn)
             began = time.process_time()
-            found.append(module(**map_leaves(call, lambda value, _: value)))
+            found.append(module(**copy_of(call)))
             spent[key] += time.process_time() - began
         equal += same(*found)
     counts = hoisted.counts
@@ -268,6 +268,11 @@ def measure_family(model: Any, call: dict[str, Any]) -> dict[str, Any]:
     share = sum(row.weights for row in hoisted.stages[:-1]) / max(1, sum(p.numel() for p in gm.parameters()))
     return {"equal": equal, "calls": CHANGES, "found": kept, "no step needs": round(share, 3),
             **{key: round(value, 3) for key, value in spent.items()}}  # fmt: skip
+
+
+def copy_of(call: dict[str, Any]) -> dict[str, Any]:
+    """The inputs in new containers, as a call may change lists and dicts."""
+    return map_leaves(call, lambda value, _: value)  # type: ignore[no-any-return]
 
 
 def same(one: Any, other: Any) -> bool:

@@ -754,8 +754,9 @@ def test_what_does_not_go_together_is_refused():
         fxplug.StepCache(hoisted, clock="t")
     with pytest.raises(SpecError, match="give one of x, t, text as clock="):
         fxplug.StepCache(hoisted)
-    with pytest.raises(SpecError, match="takes a traced module, not HoistedModule"):
-        fxplug.lower(hoisted)
+    for refused in (fxplug.lower, fxplug.merge, lambda it: fxplug.export(it, "it.pt2", (), inputs())):
+        with pytest.raises(SpecError, match="takes a traced module, not HoistedModule: give it what that was made from"):
+            refused(hoisted)
 
 
 def test_messages_are_said_in_words():

@@ -25,7 +25,7 @@ from ..core.errors import FxplugError, did_you_mean, format_fields, get_first_li
 from ..core.ir.calls import call_code
 from ..core.ir.containers import Container, list_leaves, list_members, make_call, map_leaves
 from ..core.ir.graph import copy_graph, insert, replace
-from ..core.ir.traced_module import TracedModule, strip_to_container
+from ..core.ir.traced_module import TracedModule, check_traced, strip_to_container
 from ..core.ir.variants import choose_module
 from ..core.locks import with_read_lock
 from ..core.reading import make_reporter, report_errors
@@ -113,6 +113,8 @@ def export(
         raise FxplugError(f"free must be one of {', '.join(FREE)}, not {quote(free)}{did_you_mean(free, FREE)}")
     if options and to == "pt2":
         raise FxplugError(f"options are for inductor, and {to} is not compiled: leave them out, or export to aoti")
+    if isinstance(getattr(module, "module", None), TracedModule):  # which decides on the host what is computed
+        check_traced(module, "export")
     if found := describe_packed_layer(module):
         raise FxplugError(f"{found}: quantise the model with torchao, or export it un-quantised")
     start = time.perf_counter()

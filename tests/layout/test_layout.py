@@ -254,6 +254,7 @@ REACHED = {
     "core.ir.calls": {"_forward_train", "_forward_eval"},
     "core.ir.graph": {"_graph"},  # the same graph in another GraphModule, which is not to be its owner
     "lowerings.hoist.hoisted": {"_apply"},
+    "step_cache.cache": {"_apply"},
     "step_cache.steps": {"_apply"},  # a module that hands `to` and its kin on
     "lowerings.merging.live": {"_load_from_state_dict"},  # a module that is loaded otherwise
     # their own, though tensors have one of the name

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 def check_traced(gm: Any, caller: str) -> None:
     """Raises SpecError for what is no traced module."""
     if not isinstance(gm, TracedModule):
-        raise SpecError(f"{caller} takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
+        stands = isinstance(getattr(gm, "module", None), TracedModule)
+        way = "give it what that was made from, its attribute module" if stands else "fxplug.trace(model, inputs) makes one"
+        raise SpecError(f"{caller} takes a traced module, not {type(gm).__name__}: {way}")
 
 
 TRAINED = "trained"  # the key in `meta` of the names of the base's parameters that were made trainable
