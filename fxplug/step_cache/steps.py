@@ -83,7 +83,7 @@ class Stepped(nn.Module):
         if not isinstance(module, TracedModule):
             way = "give it what that was made from" if isinstance(module, Stepped) else "fxplug.trace makes one"
             raise SpecError(f"a step cache takes a traced module, not {type(module).__name__}: {way}")
-        self.__dict__.update({table: vars(module)[table] for table in TABLES}, module=module, _written_from=module)
+        self.__dict__.update({table: vars(module)[table] for table in TABLES}, module=module, written_from=module)
         self.training = module.training
         self._clock = Clock(clock, [str(n.target) for n in (inputs or module).graph.nodes if n.op == "placeholder"])
         self._options: dict[str, Any] | None = None
@@ -119,7 +119,7 @@ class Stepped(nn.Module):
 
     @disable_compile
     def _made(self, name: str) -> TracedModule:
-        module = self._written_from
+        module = self.written_from
         part: TracedModule = module.derived(strip_to_container(module), self.graphs_of(name), part=name)
         for table in TABLES:
             part.__dict__[table] = vars(module)[table]  # what moves or changes one of them does so for all
