@@ -33,16 +33,7 @@ from .groups import META, InputGroups
 from .kept import KeepLimits, KeptValues, Values, check_limit
 from .listing import StageRow, format_stages, list_stages
 from .plans import CallForm, CallPlan, copy_memory, fill_times, find_sizes, read_times
-from .sameness import (
-    TIME,
-    Call,
-    KnownConditions,
-    WeightStamp,
-    is_observed,
-    make_stamp,
-    read_bytes,
-    read_call,
-)
+from .sameness import TIME, Call, KnownConditions, WeightStamp, is_observed, make_stamp, read_bytes, read_call
 from .schedules import RunSchedule, Times
 from .weights import Offload, list_early, list_layers, list_places
 
@@ -150,7 +141,7 @@ class HoistedModule(Stepped):
             self._schedule = RunSchedule()
 
     def _reset_stateful_cache(self, recurse: bool = True) -> None:
-        """Keep all at the end of a pipeline's run: the next one may have the same prompt."""
+        """Keep all at the end of a pipeline's run: the next may have the same prompt."""
 
     def limit(self, conditions: int | None = None, times: int | None = None, bytes: int | None = None) -> HoistedModule:  # noqa: A002
         """Set how much is kept; what is None stays as it is. The oldest goes first.
@@ -407,6 +398,9 @@ class HoistedModule(Stepped):
             if times is not None:
                 self._times = tuple(dict.fromkeys(self.groups.time, time) for time in read_times(times))
                 plans = self._list_plans(plan, self._times)
+            if not plans:
+                self._times = ()
+                raise SpecError("prepare: the time is one tensor with an input of another group: give them as two")
             self._fill(plans)
             self.counts[STEP] -= 1
 
