@@ -60,7 +60,7 @@ def test_a_row_is_true(gm, name, tmp_path):
         assert by_sample == "no"
         return
     slots = make(gm, name, slots=2)
-    assert (tried(use_both, slots, path["fxplug"]) is not None) == (by_sample == "yes")
+    assert (tried(use_both, slots, path[written[0]]) is not None) == (by_sample == "yes")
 
 
 def use_both(slots, path):

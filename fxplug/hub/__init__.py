@@ -4,6 +4,7 @@ from ..core.extensions import Extension
 
 EXTENSION = Extension(
     name="hub",
+    bases=("config",),
     names={"push": "fxplug.hub.pushing:push"},
     verbs={"push": "fxplug.hub.verbs:push"},
     hooks={"hub": "fxplug.hub.fetching:HUB"},

@@ -22,7 +22,7 @@ from .latent_maps import LatentMap, MapError, flatten_tensors, make_codes, solve
 from .opening import call_parameters
 from .recorded_run import STEPS, PipelineRun, RecordedStep, call_pipeline, check_arguments, get_components, refuse
 from .several_latents import find_picture_place, is_predicted_alone, list_settings, switch_scales_off
-from .step_inputs import has_numbers
+from .step_inputs import has_numbers, has_values
 
 MOST_STEPS = 24  # where a denoiser is called in few of them, as the first one of two
 PROMPTS = "a red ball", "two old green boats on a lake"
@@ -109,11 +109,6 @@ class Observation:
     def describe(self) -> str:
         """Describe the observation in lines of words."""
         return "\n".join(f"{name:11} {text}" for name, text in self.list_facts().items())
-
-
-def has_values(value: Any) -> bool:
-    """Return whether an argument is more than a setting: a tensor, or numbers in a structure."""
-    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)) or isinstance(value, (list, tuple))
 
 
 def find_denoisers(pipe: Any, call: Mapping[str, Any]) -> list[str]:

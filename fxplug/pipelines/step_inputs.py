@@ -112,6 +112,11 @@ def is_equal(one: Any, other: Any) -> bool:
     return all(torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in zip(a, b, strict=True))
 
 
+def has_values(value: Any) -> bool:
+    """Return whether an argument is more than a setting: a tensor, or numbers in a structure."""
+    return any(isinstance(leaf, Tensor) for leaf in list_leaves(value)) or isinstance(value, (list, tuple))
+
+
 def has_numbers(value: Any) -> bool:
     """Return whether an input has a tensor or a number in it."""
     leaves = list_leaves(value)

@@ -169,7 +169,15 @@ class StepCache(Stepped):
 
     @compile_graphs_only
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step with the module's arguments."""
+        """Run one step.
+
+        Args:
+            *args: The positional arguments of the module.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            The module's result.
+        """
         if self._source is None:
             return super().forward(*args, **kwargs)
         return self._source.run_step(self._kept_step, *args, **kwargs)
@@ -246,13 +254,24 @@ class StepCache(Stepped):
         return old.kept
 
     def compile(self, **options: Any) -> None:
-        """Compile each part, by default with fullgraph=True; the choice between them stays on the host."""
+        """Compile each part; the choice between them stays on the host.
+
+        Args:
+            **options: Options of `torch.compile`; `fullgraph` is True by default.
+        """
         if self._source is not None:
             self._source.compile(**options)
         super().compile(**options)
 
     def train(self, mode: bool = True) -> StepCache:
-        """Put the module and all parts into a mode."""
+        """Set the mode of the module and all parts.
+
+        Args:
+            mode: Whether it is that of training.
+
+        Returns:
+            The module.
+        """
         if self._source is None:
             return super().train(mode)
         self.training = mode

@@ -403,10 +403,12 @@ def join_adapters(
                 calls = [node for node in every if node.target == name]
                 changed = _find_changed(module.get_submodule(name), calls[0]) if None in blocks and calls else 0
                 _set_submodule(tree, name, AdapterBlocks(name, rows, blocks, dim, changed=changed))
-    return first.derived(tree, graphs).made_by(partial(_join_again, rows=rows, makers=makers), module)
+    return first.derived(tree, graphs).made_by(partial(_rejoin_adapters, rows=rows, makers=makers), module)
 
 
-def _join_again(module: TracedModule, rows: Rows, makers: Sequence[Callable[[TracedModule], TracedModule]]) -> TracedModule:
+def _rejoin_adapters(
+    module: TracedModule, rows: Rows, makers: Sequence[Callable[[TracedModule], TracedModule]]
+) -> TracedModule:
     return join_adapters(module, [make(module) for make in makers], rows, makers)
 
 

@@ -18,11 +18,10 @@ from ..ir.containers import CodeInGraph, Container
 from ..ir.graph import OF_THE_ROOT, Graph, copy_graph
 from ..ir.traced_module import TracedModule, check_traced, list_class_names, strip_to_container
 from ..spec.pass_file import check_known, check_options, get_arguments, import_target
-from ..spec.rules import Pass, Rule, is_target
+from ..spec.rules import GATES, Pass, Rule, is_target
 from .editor import Editor
 from .graft import DiffersBetweenModes, Traces
 from .matcher import find
-from .networks import GATES
 from .sites import Site, Sites, get_own_inputs, name_input
 
 

@@ -22,7 +22,7 @@ from ..ir.graph import Graph, copy_graph, insert
 from ..ir.regions import Regions, expand_ports, find_input, find_source, list_member_ports
 from ..ir.traced_module import TracedModule, strip_to_container
 from ..spec.addresses import WHOLE, Port, is_pattern, parse_port, select
-from ..spec.rules import Pass
+from ..spec.rules import GATES, Pass
 from .graft import Graft, find_last_input, trace_module
 from .sites import expand_address, get_own_inputs, name_input
 
@@ -70,9 +70,6 @@ def find_bare_names(own: Mapping[str, Mapping[str, Any]]) -> set[str]:
 
 CHECKS = (ops.check_inputs, ops.check_numbers, ops.check_constants, ops.check_added)  # of inputs, at a graph's head
 TRIES = [8, 4, 2, 16, 1, 32]  # what a size that nothing binds may be: how much larger a condition is than a latent
-
-
-GATES = "gates"  # the network that a pass with slots brings
 
 
 def _with_gates(gm: TracedModule, p: Pass) -> Pass:

@@ -29,6 +29,7 @@ from .yaml_source import Where as Where
 PLACES = ("before", "after", "replace", "param")
 COMMON = ("name", "lr", "weight_decay", "train", "expect")  # settings that every pass takes beside its own parameters
 COMBINE = ("sum", "chain")
+GATES = "gates"  # the network that a pass with slots brings
 _COUNTS: dict[str, Callable[[int, int], bool]] = {
     "==": operator.eq,
     ">=": operator.ge,

@@ -19,8 +19,8 @@ from ...core.ir.graph import Graph, copy_graph, erase_unused, get_meta, insert, 
 from ...core.ir.regions import Regions, format_names
 from ...core.ir.traced_module import TracedModule, check_traced, strip_to_container
 from ...core.locks import with_read_lock
-from ...core.rewriter.networks import GATES
 from ...core.spec.addresses import Port, make_identifier
+from ...core.spec.rules import GATES
 from ..linear.layers import BEHIND, LAYERS, PRODUCTS, find_result, get_argument
 from .foldable import FoldableGraph, get_inner
 from .numeric_check import evaluate

@@ -22,7 +22,7 @@ from ...core.ir.comparison import is_equal
 from ...core.ir.containers import list_leaves
 from ...core.ir.traced_module import TracedModule
 from ...core.locks import with_read_lock
-from ...core.rewriter.networks import GATES
+from ...core.spec.rules import GATES
 from ...core.torch_internals.modules import without_compiler
 from ..lowering import KeptBases, LoweredForm, find_source_tensor
 from .fold import FoldPlan, check_unlowered, find_slotted, get_uniform_gates

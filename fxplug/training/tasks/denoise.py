@@ -29,7 +29,7 @@ from .model_call import (
 )
 from .noise import draw_positions, open_noise, read_density
 from .preservation import without_training
-from .task import Batch, Task, TaskInfo, Totals
+from .task import Batch, Task, TaskInfo, Totals, join_values, take_rows
 from .validation_prompts import join_pictures, list_forms, list_prompts, open_prompts
 
 TESTED = (0.125, 0.375, 0.625, 0.875)  # the places in the schedule at which a test takes the loss
@@ -350,7 +350,7 @@ class Denoise(Task):
         self, module: nn.Module, x: Tensor, time: Tensor, without: Mapping[str, Any], own: Mapping[str, Any], scale: float
     ) -> Tensor:
         """Predict with guidance from one batch, whose first half has the negative captions (DreamArtist, arXiv 2211.11337)."""
-        both = {key: _joined(without[key], value) for key, value in own.items()}
+        both = {key: join_values(without[key], value) for key, value in own.items()}
         negative, positive = self._predict(module, torch.cat([x, x]), torch.cat([time, time]), both).chunk(2)
         return negative + scale * (positive - negative)
 
@@ -365,7 +365,7 @@ class Denoise(Task):
         captions = [replace_trigger(text, str(self.info.trigger), str(self.preserve)) for text in batch["caption"]]
         rest = {key: value for key, value in batch.items() if key != "tokens"}
         of_class = self._conditions({**rest, "caption": captions}, torch.zeros_like(time, dtype=torch.bool))
-        both = {key: _joined(value, of_class[key]) for key, value in own.items()}
+        both = {key: join_values(value, of_class[key]) for key, value in own.items()}
         predicted, new = self._predict(module, torch.cat([noisy, noisy]), torch.cat([time, time]), both).chunk(2)
         with torch.no_grad():
             before = self._predict(self.untrained, noisy, time, of_class)
@@ -487,19 +487,3 @@ class Denoise(Task):
             known = len(self.info.classes or ()) or max(1, (self.rows or 1) - (self.null_label is not None))
             batch["label"] = torch.arange(count) % known
         return {"caption": [""] * count, **batch}
-
-
-def _joined(first: Any, second: Any) -> Any:
-    """Concatenate the values of two batches; a number, such as `runt_size`, is one of the whole batch."""
-    if isinstance(second, Tensor):
-        return torch.cat([first, second]) if second.dim() else second
-    return [*first, *second] if isinstance(second, (list, tuple)) else second
-
-
-def take_rows(values: Any, rows: list[int]) -> Any:
-    """Return some rows of a batch, in order and possibly repeated."""
-    if isinstance(values, Mapping):
-        return {name: take_rows(value, rows) for name, value in values.items()}
-    if isinstance(values, (list, tuple)) and not isinstance(values[0], str):  # of samples that hold lists
-        return [take_rows(value, rows) for value in values]
-    return values[rows] if isinstance(values, Tensor) else [values[row] for row in rows]

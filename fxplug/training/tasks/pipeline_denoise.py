@@ -27,7 +27,7 @@ from ..task_section import DenoiseOptions
 from ..train_section import Use, read_use
 from ..trigger import replace_trigger, with_trigger
 from .added_inputs import AddedInputs, take_samples
-from .denoise import TESTED, take_rows
+from .denoise import TESTED
 from .fixed_draws import FixedDraws
 from .losses import MSE, add_offset, compute_huber_delta, compute_losses, compute_mean, read_loss
 from .noise import draw_positions, read_density
@@ -38,7 +38,7 @@ from .pipeline_samples import PipelineSamples, check_steps, make_prompt_argument
 from .pipeline_text import TrainedText, apply_to_encoders, read_text
 from .preservation import without_training
 from .sized_parts import SizedPart, SizedParts
-from .task import Batch, Task, TaskInfo, Totals, TrainedPart
+from .task import Batch, Task, TaskInfo, Totals, TrainedPart, take_rows
 from .validation_prompts import join_pictures, list_forms, list_prompts, open_prompts
 
 

@@ -232,3 +232,19 @@ def make_task(spec: Any) -> Task:
         raise SpecError(f"'{use.name}' is not a subclass of fxplug.Task", path=("train", "task"))
     task: Task = construct(kind, use, ("train", "task"))
     return task
+
+
+def join_values(first: Any, second: Any) -> Any:
+    """Concatenate the values of two batches; a number, such as `runt_size`, is one of the whole batch."""
+    if isinstance(second, Tensor):
+        return torch.cat([first, second]) if second.dim() else second
+    return [*first, *second] if isinstance(second, (list, tuple)) else second
+
+
+def take_rows(values: Any, rows: list[int]) -> Any:
+    """Return some rows of a batch, in order and possibly repeated."""
+    if isinstance(values, Mapping):
+        return {name: take_rows(value, rows) for name, value in values.items()}
+    if isinstance(values, (list, tuple)) and not isinstance(values[0], str):  # of samples that hold lists
+        return [take_rows(value, rows) for value in values]
+    return values[rows] if isinstance(values, Tensor) else [values[row] for row in rows]
