@@ -487,7 +487,7 @@ def test_the_examples_of_a_section_are_taken(section):
     needed = {"Train": {"task": "classify", "steps": 1}, "Data": {"classes": "a"}, "WeightsSpec": {"file": "a"}}
     needed |= {"Tensor": {"shape": [1]}, "Config": {"model": "resnet18"}}
     needed |= {"ModelSpec": {"timm": "resnet18"}, "TrainedAdapter": {"name": "ink"}}
-    needed |= {"PipelineTextOptions": {"passes": ["lora"]}}
+    needed |= {"PipelineTextOptions": {"passes": ["lora"]}, "PromptOptions": {"prompt": "a"}}
     name = section.__name__
     Path("sd15/unet").mkdir(parents=True)
     Path("sd15/model_index.json").write_text("{}")

@@ -342,7 +342,7 @@ def test_a_strangers_description_is_data(about, why, tmp_path):
         fxplug.pass_for(file, gm)
 
 
-def test_a_folder_with_an_adapter_is_replaced_and_one_with_other_things_is_not(tmp_path):
+def test_an_adapter_in_a_folder_is_replaced_and_other_things_stay(tmp_path):
     gm, args, _ = small.plain_vit()
     for as_, file in (("peft", "adapter_model.safetensors"), ("diffusers", WEIGHTS)):
         folder = tmp_path / as_
@@ -354,9 +354,11 @@ def test_a_folder_with_an_adapter_is_replaced_and_one_with_other_things_is_not(t
         assert torch.equal(result(again, args), result(new, args))
         (folder / "notes.txt").write_text("mine")
         kept = (folder / file).read_bytes()
-        with pytest.raises(fxplug.ArtifactError, match="give a new folder, or one that has an adapter alone"):
-            fxplug.save_adapter(changed(gm, fxplug.load_pass("lora", at="qkv")), folder, as_=as_)
-        assert (folder / file).read_bytes() == kept and (folder / "notes.txt").read_text() == "mine"
+        with pytest.raises(fxplug.ArtifactError, match="overwrite=True replaces the adapter in it"):
+            fxplug.save_adapter(changed(gm, fxplug.load_pass("lora", at="qkv")), folder, as_=as_, overwrite=False)
+        assert (folder / file).read_bytes() == kept
+        fxplug.save_adapter(changed(gm, fxplug.load_pass("lora", at="qkv")), folder, as_=as_)
+        assert (folder / file).read_bytes() != kept and (folder / "notes.txt").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["diffusers", "peft"]
 
 

@@ -192,7 +192,7 @@ class StepCache(Stepped):
 
     @compile_graphs_only
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        number, shapes, old = self._advance(args, {key: value for key, value in kwargs.items() if key not in self._given})
+        number, shapes, old = self._advance(args, kwargs, self._given)
         gauges: tuple[Tensor, ...] = ()
         if self.gauged:
             gauges, carried = self.first(*args, **kwargs)

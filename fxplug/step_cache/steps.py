@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Self, TypeVar
@@ -186,8 +186,14 @@ class Stepped(nn.Module):
         return {k: v.detach().clone() if replayed else v.detach() for k, v in values.items()}
 
     @disable_compile
-    def _advance(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, tuple[Any, ...], Any]:
-        """Return the number of this call among those at one time, its shapes, and its run, or None for a new run."""
+    def _advance(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leave: Collection[str] = ()
+    ) -> tuple[int, tuple[Any, ...], Any]:
+        """Return the number of this call among those at one time, its shapes, and its run, or None for a new run.
+
+        Arguments in `leave` say nothing of these.
+        """
+        kwargs = {name: value for name, value in kwargs.items() if name not in leave}
         begins, number = self._clock.tick(args, kwargs)
         self._streams = {} if begins else {n: run for n, run in self._streams.items() if n in self._clock.numbers}
         shapes = tuple((x.shape, x.dtype, x.device) for x in list_leaves((args, kwargs)) if isinstance(x, Tensor))

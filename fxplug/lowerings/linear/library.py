@@ -132,7 +132,8 @@ def define(name: str, run: Any, like: Any, backward: Any = None, keep_first: boo
     """Define an operator of torch's library by a function, whose annotations are its schema.
 
     `like` computes its results on the meta device, `backward` the gradients from that of the first result. Saved are all
-    arguments, but the input only if a weight trains, and all results, but the first only with `keep_first`.
+    arguments, but the input only if a weight trains, and all results, but the first only with `keep_first`; the bias, which
+    stands behind the weight, with that or if it trains.
     """
 
     def on_meta(x: Tensor, *rest: Any) -> Any:
@@ -144,6 +145,8 @@ def define(name: str, run: Any, like: Any, backward: Any = None, keep_first: boo
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)  # zeros for a weight are a pass over it
         reads = any(need for i, need in enumerate(ctx.needs_input_grad) if i not in (0, 2))
+        if not (keep_first or ctx.needs_input_grad[2]):  # a bias that stays may be written before the backward pass
+            weights[1] = None
         ctx.save_for_backward(x if reads else None, *weights, *results[not keep_first :])
 
     RUNS[name] = run
