@@ -139,6 +139,6 @@ def test_operations_of_every_kind():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1250, 50))
+@pytest.mark.parametrize("seed", [1000, 1050])  # `make fuzz` has as many as it is given
 def test_many_operations(seed):
     assert fuzz_exports.fuzz_exports(50, seed) == []
