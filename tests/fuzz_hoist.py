@@ -131,7 +131,7 @@ class Subject:
         """Writes into the caller's own tensor, also where torch does not count it, as numpy's and other libraries' writes."""
         name = self.rng.choice(self.groups["conditions"])
         for tensor in list_leaves(self.inputs.get(name)):
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and 0 not in tensor.stride():  # none is expanded
                 self.rng.choice([tensor, tensor.data]).mul_(self.rng.choice([1.5, -1.0, 0.0]))
 
     def change_adapter(self) -> None:
