@@ -180,10 +180,10 @@ class StepCache(Stepped):
         """
         if self._source is None:
             return super().forward(*args, **kwargs)
-        return self._source.run_step(self._kept_step, *args, **kwargs)
+        return self._source.run_step(self._run_step_or_reset, *args, **kwargs)
 
     @compile_graphs_only
-    def _kept_step(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_step_or_reset(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._step(*args, **kwargs)
         except BaseException:  # what a step has kept that was broken off is no step's
