@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from .adapters.file_tools import convert_adapter, merge_adapters, resize_adapter
     from .adapters.inspection import inspect_adapter
     from .adapters.loading import load_adapter
+    from .adapters.rows import Rows
     from .adapters.slots import Adapters
+    from .adapters.state import Prepared
     from .adapters.writing import save_adapter
     from .compat.zhijian.blitz import blitz
     from .config.flow import Result, rewrite
@@ -99,7 +101,9 @@ __all__ = [
     "Pass",
     "PipeFusion",
     "Plan",
+    "Prepared",
     "Result",
+    "Rows",
     "Rule",
     "Run",
     "Site",

@@ -14,6 +14,8 @@ EXTENSION = Extension(
         "resize_adapter": "fxplug.adapters.file_tools:resize_adapter",
         "inspect_adapter": "fxplug.adapters.inspection:inspect_adapter",
         "load_adapter": "fxplug.adapters.loading:load_adapter",
+        "Prepared": "fxplug.adapters.state:Prepared",
+        "Rows": "fxplug.adapters.rows:Rows",
         "Adapters": "fxplug.adapters.slots:Adapters",
         "save_adapter": "fxplug.adapters.writing:save_adapter",
     },

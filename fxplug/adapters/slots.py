@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..blocks.base import check_values
-from ..core.errors import DEFAULT, LONGEST, Limits, SpecError, cut, did_you_mean
-from ..core.locks import StateLock, get_choices, get_locks, read_lock, use_choices, write_lock
+from ..core.errors import DEFAULT, LONGEST, Limits, SpecError, cut, quote
+from ..core.locks import StateLock, check_change, get_choices, get_locks, read_lock, use_choices
 from .banks import Bank, check_name, make_rows
 from .base_weights import warn_on_other_base
-from .choice import AdapterChoice, make_tables, read_row, read_rows
 from .contents import read_slots
 from .files import Fit, Source, read
 from .loading import find_tensor, fit_to, list_weights
+from .rows import Rows, check_name_known, read_row, read_rows
 from .saved_heads import without_heads
+from .state import Prepared, SlotState
 from .writing import About, FileOptions, Saved, describe_model, make_content, write
 
 Weights = Mapping[str, float]
-Write = Callable[[Tensor, Any], None]  # puts a number or a tensor into a tensor of the slots
 
 
-class Adapters:
+class Adapters(SlotState):
     """The adapters of a module with slots, by name.
 
     Get them as `module.adapters`. Everything here may be called from any thread while others call the module, and a call sees
@@ -126,65 +125,8 @@ class Adapters:
         SpecError. Tensors of the slots may be written too, as an optimizer does, and what is merged is made anew at the end; an
         error does not put them back, only what `load`, `use`, `unload`, `load_adapter` did. Raises SpecError within a call.
         """
-        with self._changing():
+        with self._changing(whole=True):
             yield
-
-    @contextmanager
-    def _changing(self) -> Iterator[Write]:
-        """Apply a change, all or nothing: yields a function that writes a number or a tensor into a tensor of the slots."""
-        before: list[tuple[Tensor, Tensor]] = []
-
-        def write(target: Tensor, value: Any) -> None:
-            before.append((check_values(target), target.clone()))
-            (target.copy_ if isinstance(value, Tensor) else target.fill_)(value)
-
-        locks, fault = self.locks, self._half_made("KeyboardInterrupt")
-        with write_lock(locks):
-            outer = locks[0].written  # of a change around this one, which also puts back what this one has written
-            try:
-                self._mark(written=before)
-                yield write
-                self._changed()
-                if outer is not None:
-                    outer.extend(before)
-            except BaseException:  # the caller's, an interrupt, too: all is put back
-                for one in locks:  # before any call, at which Python may interrupt
-                    one.fault = fault
-                self._undo(before)
-                raise
-            finally:
-                self._mark(written=outer)
-            self._mark(fault="")
-
-    @torch.no_grad()
-    def _undo(self, before: list[tuple[Tensor, Tensor]]) -> None:
-        """Whoever interrupts this gets his interrupt, but not a half of it: it is done, or calls say that it is not."""
-        done = False
-        while not done:
-            try:
-                for target, old in reversed(before):
-                    target.copy_(old)
-                self._changed()
-                self._mark(fault="")
-                done = True
-            except KeyboardInterrupt:
-                pass
-            except Exception as error:  # torch's, as of no memory, raised again at the next call
-                self._mark(fault=self._half_made(type(error).__name__))
-                done = True
-
-    def _half_made(self, why: str) -> str:
-        left = f"a change of adapters failed and left the weights of this module incomplete ({why})"
-        return f"{left}: adapters.use(...) computes them again"
-
-    def _changed(self) -> None:
-        """Notify the watchers that the state of the slots changed."""
-        for watcher in self.watchers:
-            watcher.switched(self.module)
-
-    def _mark(self, **values: Any) -> None:
-        for lock in self.locks:
-            vars(lock).update(values)
 
     @property
     def names(self) -> list[str]:
@@ -218,25 +160,6 @@ class Adapters:
     def __repr__(self) -> str:
         return f"Adapters({cut(', '.join(self.names), LONGEST // 2) or 'none'}; {self.slots} slots)"
 
-    def _table(self, p: str, name: str) -> Tensor:
-        return check_values(self.tensor(f"{p}.gates.table.{name}"))
-
-    def names_of(self, p: str) -> list[str]:
-        """List the adapters in the slots of one pass.
-
-        Args:
-            p: The name of the pass.
-
-        Returns:
-            A name for each slot, empty where it is free.
-        """
-        return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in self._table(p, "names").tolist()]
-
-    def _slots_of(self, name: str) -> dict[str, int]:
-        """Find the slot that an adapter has in each pass that has it."""
-        named = {p: self.names_of(p) for p in self.banks}
-        return {p: names.index(name) for p, names in named.items() if name in names}
-
     def check_known(self, name: Any) -> str:
         """Check that an adapter of a name is loaded.
 
@@ -249,10 +172,7 @@ class Adapters:
         Raises:
             SpecError: If none has it, with the nearest names.
         """
-        if name not in (known := self.names):
-            listed = f"; there are {', '.join(known)}" if known else "; none is loaded yet"
-            raise SpecError(f"no adapter {name!r}{did_you_mean(str(name), known)}{listed}")
-        return str(name)
+        return check_name_known(name, self.names)
 
     # --- loading
 
@@ -294,6 +214,47 @@ class Adapters:
             SpecError: For a name that is taken, full slots, a rank above theirs, or an update of another kind than they hold.
         """
         self._check_new(name, replace)  # before a file is read
+        check_change(self.locks)
+        ready = self.prepare(
+            name, source, adapter=adapter, part=part, config=config, partial=partial, guess=guess, limits=limits
+        )
+        self._put(ready, replace)
+        return ready.fit
+
+    @torch.no_grad()
+    def prepare(
+        self,
+        name: str,
+        source: Source,
+        *,
+        adapter: str | None = None,
+        part: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        partial: bool = False,
+        guess: bool = False,
+        limits: Limits = DEFAULT,
+    ) -> Prepared:
+        """Read an adapter, fit it to the layers here and cast it, to be put into a slot later, as SwiftDiffusion loads adapters
+        while steps run (arXiv 2407.02031). It waits for nobody: any thread may do so, also within a call.
+
+        Args:
+            name: What it will be called; the name may be taken until `put`.
+            source: As for `load`, and so are the others.
+            adapter: One of several in a file.
+            part: The part of a pipeline that this module is.
+            config: PEFT's adapter configuration.
+            partial: Leave out layers that are not here.
+            guess: Match layers by shape and order.
+            limits: Bounds on what is read of a file.
+
+        Returns:
+            What `put` takes, on the device of the source.
+
+        Raises:
+            ArtifactError: As `load`.
+            SpecError: As `load`, but for names and slots.
+        """
+        check_name(name, self._table(next(iter(self.banks)), "names").shape[1])
         file, heads = without_heads(read(source, adapter=adapter, config=config, limits=limits), self.module)
         if any(not torch.equal(home, value.to(home)) for home, value in heads):
             raise SpecError(
@@ -303,41 +264,49 @@ class Adapters:
         if not (partial and found.placed):
             found.check()
         warn_on_other_base(file.source, file.about, self.there)
-        ready = make_rows(self.banks, found.placed, self.there)
-        with self._changing() as write:
-            known = self._check_new(name, replace)
-            slots = {p: self._free(p, name) for p in ready}
-            used = {p: self._table(p, "weights")[:, slot].clone() for p, slot in self._slots_of(name).items()}
-            if known:
-                self._clear(name, write)
-            for p, slot in slots.items():
-                self._empty(p, slot, write, {tensor_name: value.shape for *_, tensor_name, value in ready[p]})
-            for p, rows in ready.items():
-                for bank, key, tensor_name, value in rows:
-                    target = bank.views(key, self.tensor(tensor_name), slots[p])
-                    write(target[tuple(slice(n) for n in value.shape)], value)
-                # as before, also where this pass had nothing of it until now
-                write(self._table(p, "weights")[:, slots[p]], used.get(p, next(iter(used.values()), 0)))
-                table = self._table(p, "names")
-                raw = list(name.encode().ljust(table.shape[1], b"\0"))
-                write(table[slots[p]], torch.tensor(raw, dtype=torch.uint8))
-        return found
+        return Prepared(name, found, make_rows(self.banks, found.placed, self.there))
 
-    def _check_new(self, name: Any, replace: bool) -> bool:
-        """Return whether an adapter of this name is loaded. Raises SpecError for a name that cannot be used."""
-        check_name(name, self._table(next(iter(self.banks)), "names").shape[1])
-        if (known := name in self.names) and not replace:
-            raise SpecError(f"an adapter '{name}' is loaded already: unload it first, or load with replace=True")
-        return known
+    @torch.no_grad()
+    def put(self, ready: Prepared, *, instead: str | None = None) -> Fit:
+        """Put a prepared adapter into a free slot, or into that of another one; calls go on until its name is written.
 
-    def _free(self, p: str, name: str) -> int:
-        names = self.names_of(p)
-        if (wanted := name if name in names else "") not in names:
-            raise SpecError(
-                f"all {len(names)} slots of pass '{p}' are taken, by {', '.join(names)}: unload one, or apply the pass with "
-                f"slots={len(names) + 1}"
-            )
-        return names.index(wanted)
+        Args:
+            ready: What `prepare` gave, of this module or of one with the same slots.
+            instead: An adapter that makes room: it is unloaded.
+
+        Returns:
+            What went where.
+
+        Raises:
+            SpecError: For a name that is taken, full slots, and for an `instead` that is not loaded, is pinned, or is in use.
+        """
+        if not isinstance(ready, Prepared):
+            raise SpecError(f"put takes what prepare(name, source) gives, not {quote(ready)}")
+        self._put(ready, instead=instead)
+        return ready.fit
+
+    @contextmanager
+    def pin(self, *names: str) -> Iterator[None]:
+        """Keep adapters in their slots within a block: `unload`, `load(replace=True)` and `put(instead=)` of them are refused.
+
+        Pins count, whichever thread has them: a name is free when all its blocks have ended.
+
+        Args:
+            *names: Of adapters that are loaded.
+
+        Yields:
+            None.
+
+        Raises:
+            SpecError: For a name that is not loaded.
+        """
+        with read_lock(self.locks):
+            found = [self.check_known(name) for name in names]
+            self._count_pins(found, 1)
+        try:
+            yield
+        finally:
+            self._count_pins(found, -1)
 
     @torch.no_grad()
     def unload(self, name: str) -> None:
@@ -347,25 +316,9 @@ class Adapters:
             name: Of the adapter.
 
         Raises:
-            SpecError: For a name that is not loaded.
+            SpecError: For a name that is not loaded, or that is pinned.
         """
-        with self._changing() as write:
-            self._clear(self.check_known(name), write)
-
-    def _clear(self, name: str, write: Write) -> None:
-        """Free an adapter's slots."""
-        for p, slot in self._slots_of(name).items():
-            write(self._table(p, "weights")[:, slot], 0)
-            write(self._table(p, "names")[slot], 0)
-            self._empty(p, slot, write)
-
-    def _empty(self, p: str, slot: int, write: Write, but: Mapping[str, Sequence[int]] | None = None) -> None:
-        """Zero what lies in a slot, `but` tensors that are written whole: training may have written into a free one."""
-        for bank in self.banks[p]:
-            for key, tensor_name in bank.names.items():
-                view = check_values(bank.views(key, self.tensor(tensor_name), slot))
-                if view.shape != (but or {}).get(tensor_name) and view.any():
-                    write(view, 0)
+        self._unload(name)
 
     def save(
         self,
@@ -413,14 +366,37 @@ class Adapters:
 
     # --- use
 
+    def rows(self, what: Sequence[Mapping[str, float] | str | None]) -> Rows:
+        """Read the adapters of each sample of a batch once, for calls of `use` or `using` at each step, which then only write
+        a table.
+
+        Args:
+            what: As for `use`.
+
+        Returns:
+            The rows. They name adapters, not slots: after loads and unloads they go on.
+
+        Raises:
+            SpecError: As `use`.
+        """
+        with read_lock(self.locks):
+            return self._rows(what)
+
+    def _rows(self, what: Any) -> Rows:
+        if isinstance(what, Rows):
+            if what.adapters is self:
+                return what
+            what = what.rows[0] if what.single else what.rows
+        return Rows(self, *read_rows(self, what))
+
     @torch.no_grad()
-    def use(self, what: str | Weights | Sequence[Any] | Tensor | None) -> None:
+    def use(self, what: str | Weights | Sequence[Any] | Rows | Tensor | None) -> None:
         """Choose the adapters that take part in the next calls.
 
         Args:
             what: A name; names with weights, `{"ink": 0.8, "film": 0.3}`; None for none. A list of these, or an integer tensor
                 (samples,) of positions in `names` with -1 for none, has an entry for each sample of the batch: batches must
-                have that size until another `use`.
+                have that size until another `use`; what `rows` made of one takes least time.
 
         Raises:
             SpecError: For an unknown name, a weight that is no finite number, a position out of range, more entries than there
@@ -429,14 +405,14 @@ class Adapters:
         if get_choices(self.locks):
             raise SpecError("use(...) is not allowed inside a block of adapters.using(...): call it before or after that block")
         with self._changing() as write:
-            rows, single = read_rows(self, what)
-            for p, (table, entries) in make_tables(self, rows, single).items():
+            rows = self._rows(what)
+            for p, (table, entries) in rows.tables().items():
                 weights = self._table(p, "weights")
-                write(weights if single else weights[: len(table)], table)
+                write(weights if rows.single else weights[: len(table)], table)
                 write(self._table(p, "entries"), entries)
 
     @contextmanager
-    def using(self, what: str | Weights | Sequence[Any] | Tensor | None) -> Iterator[None]:
+    def using(self, what: str | Weights | Sequence[Any] | Rows | Tensor | None) -> Iterator[None]:
         """Use other adapters within a block: `with module.adapters.using("ink"): module(x)`.
 
         It holds for the calls of this thread, or of this asyncio task, and of what is run in its context
@@ -460,7 +436,8 @@ class Adapters:
                 "between calls, or lower without merge='live'"
             )
         with read_lock(self.locks):
-            choice = AdapterChoice(self, *read_rows(self, what))
+            choice = self._rows(what)
+            choice.tables()  # now, where one is gone
         with use_choices(dict.fromkeys(self.locks, choice)):
             yield
 
@@ -476,5 +453,5 @@ class Adapters:
         Raises:
             SpecError: As `use`.
         """
-        row = {"": 0.0, **read_row(self, weights)}
+        row = {"": 0.0, **read_row(self.names, weights)}
         return {p: torch.tensor([row.get(name, 0.0) for name in self.names_of(p)]) for p in self.banks}

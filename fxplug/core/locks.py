@@ -49,7 +49,8 @@ class StateLock:
 
     `changes` counts the changes that were begun. `fault` says why the state cannot be used, if so: calls raise it. `choice` is
     the choice of calls that the tensors hold; `restore` puts back what they held before, None where they do. `written` is what
-    the change that is under way has written, None where there is none: each tensor with its old values.
+    the change that is under way has written, None where there is none: each tensor with its old values. `pins` counts by name
+    what may not be taken away, `filling` has the slots that somebody writes.
     """
 
     is_runtime_state = True  # which no artifact has
@@ -59,6 +60,10 @@ class StateLock:
     restore: Callable[[], None] | None = None
     written: list[tuple[Tensor, Tensor]] | None = None
 
+    def __init__(self) -> None:
+        self.pins: dict[str, int] = {}
+        self.filling: set[int] = set()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> StateLock:
         copied = memo[id(self)] = StateLock()
         copied.changes, copied.fault = self.changes, self.fault
@@ -66,15 +71,19 @@ class StateLock:
 
 
 class LockRequest:
-    """One "call", "hold" or "change": of which states, by which thread, and whether it is inside or waits.
+    """One "call", "hold", "change" or "fill": of which states, by which thread, and whether it is inside or waits.
 
-    A hold keeps changes away and reads nothing. `task` is the asyncio task that makes a change; `done` is released at the end.
+    A hold keeps changes away and reads nothing. A fill writes what nobody reads: it keeps away only a change of the `whole`
+    state, which may write or move any tensor, and other changes, calls and fills go on beside it.
+    `task` is the asyncio task that makes a change; `done` is released at the end.
     """
 
-    __slots__ = ("choices", "done", "inside", "kind", "locks", "task", "thread")
+    __slots__ = ("choices", "done", "inside", "kind", "locks", "task", "thread", "whole")
 
-    def __init__(self, locks: tuple[StateLock, ...], kind: str, choices: Mapping[StateLock, Choice] = NO_CHOICE) -> None:
-        self.locks, self.kind, self.choices = locks, kind, choices
+    def __init__(
+        self, locks: tuple[StateLock, ...], kind: str, choices: Mapping[StateLock, Choice] = NO_CHOICE, whole: bool = False
+    ) -> None:
+        self.locks, self.kind, self.choices, self.whole = locks, kind, choices, whole
         self.thread, self.inside, self.done = threading.get_ident(), False, threading.Lock()
         self.done.acquire()
         self.task = _current_task() if kind == "change" else None
@@ -93,6 +102,8 @@ class LockRequest:
         """Return whether the two requests, of different threads, exclude each other."""
         if self.thread == other.thread:
             return False
+        if "fill" in (self.kind, other.kind):
+            return (self.whole or other.whole) and self.shares(other)
         return self.shares(other) if "change" in (self.kind, other.kind) else self.differs(other)
 
 
@@ -196,12 +207,33 @@ def read_lock(locks: tuple[StateLock, ...], reads: bool = False) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def write_lock(locks: tuple[StateLock, ...]) -> Iterator[None]:
+def fill_lock(locks: tuple[StateLock, ...]) -> Iterator[None]:
+    """Keep away changes of the whole state, while this thread writes what no call reads; calls and other changes go on."""
+    request = LockRequest(locks, "fill")
+    try:
+        _enter(request)
+        yield
+    finally:
+        _requests.pop(request, None)
+        _leave(request)
+
+
+def check_change(locks: tuple[StateLock, ...]) -> bool:
+    """Return whether this thread is in a change of these states already. Raises SpecError as `write_lock` would."""
+    request = LockRequest(locks, "change")
+    _check_own(request)
+    return any(other.kind == "change" for other in _own(request))
+
+
+@contextlib.contextmanager
+def write_lock(locks: tuple[StateLock, ...], whole: bool = True) -> Iterator[None]:
     """Be alone with the state: after the calls that run, before those that come. A change within a change is part of it.
+
+    One that is not of the `whole` state writes tables alone, and waits for nobody who fills a slot.
 
     Raises SpecError within a call or hold of the same thread, and during a change of another asyncio task of this thread.
     """
-    request = LockRequest(locks, "change")
+    request = LockRequest(locks, "change", whole=whole)
     _check_own(request)
     if any(other.kind == "change" and set(locks) <= set(other.locks) for other in _own(request)):
         yield
@@ -238,7 +270,8 @@ def with_read_lock(function: F) -> F:
 
 def _own(request: LockRequest) -> list[LockRequest]:
     """Return the requests of the same thread that are inside the same states."""
-    return [o for o in list(_requests) if o.thread == request.thread and o.inside and o.shares(request)]
+    mine = [o for o in list(_requests) if o.thread == request.thread and o.inside and o.kind != "fill"]
+    return [o for o in mine if o.shares(request)]
 
 
 def _check_own(request: LockRequest) -> None:
@@ -273,7 +306,7 @@ def _enter(request: LockRequest) -> None:
     while (other := _admit(request)) is not None:
         if other.done.acquire(timeout=WAIT):
             other.done.release()
-    if request.kind != "hold":
+    if request.kind not in ("hold", "fill"):
         _write_choices(request)
 
 
@@ -304,7 +337,7 @@ def _leave(request: LockRequest) -> None:
     if any(lock.restore is not None for lock in request.locks):
         with _writing:
             with _lock:
-                inside = [o for o in list(_requests) if o.inside and o.kind != "hold"]
+                inside = [o for o in list(_requests) if o.inside and o.kind not in ("hold", "fill")]
             for lock in request.locks:
                 if not any(lock in other.locks for other in inside):
                     _restore(lock)

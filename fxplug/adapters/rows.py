@@ -1,15 +1,15 @@
-"""Which adapters take part: what `Adapters.use` takes, as the tables of weights that the slots of each pass have."""
+"""Rows of adapters: what `Adapters.use` takes, as the tables of weights that the slots of each pass have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..blocks.base import check_values
-from ..core.errors import SpecError, quote
+from ..core.errors import LONGEST, SpecError, cut, did_you_mean, quote
 from ..core.locks import StateLock
 from ..core.torch_internals.modules import without_watchers
 from ..core.torch_internals.tensors import FakeTensor
@@ -39,20 +39,55 @@ class Slots(Protocol):
     def passes_of(self, lock: StateLock) -> list[str]:
         """Return the passes whose tables have this lock."""
 
+    def list_names(self, p: str) -> list[str] | None:
+        """Return the names of a pass's slots, another list after each change; None where nothing counts the changes."""
+
     def check_known(self, name: Any) -> str:
         """Return the name. Raises SpecError if no adapter has it."""
 
 
-class AdapterChoice:
-    """Which adapters the calls of a block take: `rows` as `read_rows` gives them, one for all samples if `single`."""
+class Rows:
+    """The adapters of each sample of a batch, read once and used often: what `Adapters.rows` makes.
+
+    It names adapters, not slots: it goes on after loads and unloads, and where one of its adapters is gone, `use` and `using`
+    raise SpecError with its name.
+    """
 
     def __init__(self, adapters: Slots, rows: list[Row], single: bool) -> None:
+        """Store the rows as `read_rows` gives them, one for all samples if `single`. Raises SpecError as `make_tables`."""
         self.adapters, self.rows, self.single = adapters, rows, single
-        self.tables = make_tables(adapters, rows, single)
-        self.changes = [lock.changes for lock in adapters.locks]
+        self._tables = make_tables(adapters, rows, single)
+        self._state = self._read_state()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        return f"Rows({cut(repr(self.rows[0] if self.single else self.rows), LONGEST)})"
+
+    def tables(self) -> dict[str, tuple[Tensor, int]]:
+        """Return the tables as `make_tables` does, with the slots that the adapters have now. Raises SpecError as it does, and
+        for an adapter that is gone."""
+        state = self._read_state()
+        if state is None or self._state is None or any(a is not b for a, b in zip(state, self._state, strict=True)):
+            known = set(self.adapters.names)
+            if gone := next((name for row in self.rows for name in row if name not in known), None):
+                self.adapters.check_known(gone)
+            self._tables, self._state = make_tables(self.adapters, self.rows, self.single), state
+        return self._tables
+
+    def _read_state(self) -> list[Any] | None:
+        """Return what the tables depend on, as objects; None where nothing counts the writes, in inference mode."""
+        found: list[Any] = []
+        for p in self.adapters.banks:
+            weights = self.adapters.tensor(f"{p}.gates.table.weights")
+            if (names := self.adapters.list_names(p)) is None:
+                return None
+            found += [weights, weights.dtype, names]
+        return found
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, AdapterChoice) and (self.adapters, self.single) == (other.adapters, other.single)
+        same = isinstance(other, Rows) and (self.adapters, self.single) == (other.adapters, other.single)
         return same and self.rows == other.rows  # type: ignore[attr-defined]
 
     __hash__ = None  # type: ignore[assignment]
@@ -60,12 +95,9 @@ class AdapterChoice:
     @without_watchers
     def write(self, lock: StateLock) -> None:
         """Write it into the tables of the passes that have this lock. Raises SpecError for an adapter that was unloaded."""
-        if (changes := [lock.changes for lock in self.adapters.locks]) != self.changes:
-            for name in {name for row in self.rows for name in row}:
-                self.adapters.check_known(name)
-            self.tables, self.changes = make_tables(self.adapters, self.rows, self.single), changes
+        tables = self.tables()
         for name, tensor in self._tensors(lock).items():
-            table, entries = self.tables[name.removesuffix(".gates.table.weights").removesuffix(".gates.table.entries")]
+            table, entries = tables[name.removesuffix(".gates.table.weights").removesuffix(".gates.table.entries")]
             if name.endswith(".entries"):
                 tensor.fill_(entries)
             else:
@@ -105,9 +137,10 @@ def read_rows(adapters: Slots, what: Any) -> tuple[list[Row], bool]:
     Raises:
         SpecError: For an unknown name, a position out of range, a weight that is no finite number, anything else.
     """
+    known = dict.fromkeys(adapters.names)
     if what is None or isinstance(what, (str, Mapping)):
-        return [read_row(adapters, what)], True
-    return [read_row(adapters, entry, i) for i, entry in _entries(what)], False
+        return [read_row(known, what)], True
+    return [read_row(known, entry, i) for i, entry in _entries(what)], False
 
 
 def make_tables(adapters: Slots, rows: list[Row], single: bool) -> dict[str, tuple[Tensor, int]]:
@@ -141,22 +174,32 @@ def make_tables(adapters: Slots, rows: list[Row], single: bool) -> dict[str, tup
     return made
 
 
-def read_row(adapters: Slots, entry: Any, sample: int | None = None) -> Row:
-    """Read one entry as names with weights: that of a sample, or without `sample` of all. Raises SpecError as `read_rows`."""
+def check_name_known(name: Any, known: Collection[str]) -> str:
+    """Return the name of an adapter. Raises SpecError if it is none of those that are loaded."""
+    if name not in known:
+        listed = f"; there are {', '.join(known)}" if known else "; none is loaded yet"
+        raise SpecError(f"no adapter {name!r}{did_you_mean(str(name), known)}{listed}")
+    return str(name)
+
+
+def read_row(known: Collection[str], entry: Any, sample: int | None = None) -> Row:
+    """Read one entry as names, of those that are known, with weights: that of a sample, or without `sample` of all.
+
+    Raises SpecError as `read_rows`.
+    """
     where = "" if sample is None else f"sample {sample}: "
     if entry is None:
         return {}
     if isinstance(entry, int) and not isinstance(entry, bool) and sample is not None:
-        known = adapters.names
         if not -1 <= entry < len(known):
             raise SpecError(f"{where}no adapter at position {entry}; there are {len(known)}: {', '.join(known)}")
-        return {} if entry == -1 else {known[entry]: 1.0}
+        return {} if entry == -1 else {list(known)[entry]: 1.0}
     if isinstance(entry, str):
         entry = {entry: 1.0}
     if not isinstance(entry, Mapping):
         raise SpecError(f"{where}an adapter must be a name, names with weights, or None, not {quote(entry)}")
     try:
-        weights = {adapters.check_known(name): value for name, value in entry.items()}
+        weights = {check_name_known(name, known): value for name, value in entry.items()}
     except SpecError as error:
         raise SpecError(f"{where}{error.finding}") from None
     for name, value in weights.items():
