@@ -50,6 +50,7 @@ def test_gates_go_to_the_inner_channels_of_their_slot():
     assert torch.equal(found[:2], torch.cat([hidden[:2, :, :3], torch.zeros(2, 3, 3)], 2))
     assert torch.equal(found[2:], torch.cat([torch.zeros(2, 3, 3), 2 * hidden[2:, :, 3:]], 2))
     assert torch.equal(low_rank.apply_gates(hidden.transpose(0, 1), rows[[0, 0, 1, 1]], 1), found.transpose(0, 1))
+    assert torch.equal(low_rank.apply_gates(hidden.transpose(0, 1), rows, 1), found.transpose(0, 1))
     image = hidden.transpose(1, 2)[..., None]
     assert torch.equal(low_rank.apply_gates(image, rows, 0, 2), found.transpose(1, 2)[..., None])
     assert low_rank.apply_gates(hidden, rows, -1).isnan().all()

@@ -59,8 +59,9 @@ def apply_gates(hidden: Tensor, rows: Tensor, batch_dim: int = 0, space: int = 0
     if hidden.dim() < 2 + space or batch_dim < 0 or hidden.shape[batch_dim] % batch:
         alike = (rows == rows[:1]).all(0).view(-1, *ones)
         return torch.where(alike | (hidden == 0), hidden * rows[0].view(-1, *ones), torch.nan).to(hidden.dtype)
-    if batch_dim:
-        return (hidden * rows.view(batch, *[1] * (hidden.dim() - 3), -1)).to(hidden.dtype)
+    if batch_dim:  # of several entries each, too, one sample's in succession
+        split = torch.unflatten(hidden, 1, (batch, -1))
+        return (split * rows.view(batch, *[1] * (hidden.dim() - 2), -1)).to(hidden.dtype).flatten(1, 2)
     split = hidden.reshape(batch, -1, *hidden.shape[-1 - space :])
     return (split * rows.view(batch, 1, -1, *ones)).to(hidden.dtype).view(hidden.shape)
 
