@@ -81,6 +81,20 @@ def test_files_are_those_of_peft(loaded, tmp_path):
     assert not block.weight[2].any()  # an empty slot
 
 
+def test_a_file_of_passes_by_name_goes_into_slots(tmp_path):
+    """A file in fxplug's own format, too, with the side of each gate, and what has no slot is named."""
+    path, one = tmp_path / "own.safetensors", trained(3)
+    fxplug.save_adapter(one, path, as_="fxplug")
+    module = fxplug.apply(base(), fxplug.load_pass("ia3", slots=2, **OPTIONS))
+    module.adapters.load("own", path)
+    module.adapters.use("own")
+    assert far(module(X), one(X)) < 1e-12
+    with pytest.raises(SpecError, match="side='input', and the block at 'out' has side='output'"):
+        fxplug.apply(base(), fxplug.load_pass("ia3", slots=1, at=["**"])).adapters.load("own", path)
+    with pytest.raises(ArtifactError, match="1 layers have no slots here: 'out'"):
+        fxplug.apply(base(), fxplug.load_pass("ia3", slots=1, at=["qkv", "stem"])).adapters.load("own", path)
+
+
 def test_values_without_samples_have_one_choice():
     """Positions are one for all samples: a choice by sample that would change them is refused."""
     module = fxplug.apply(base(), fxplug.load_pass("ia3", at=["placed", "qkv"], slots=2))

@@ -18,7 +18,7 @@ from ..core.quantised import get_weight_shape, is_transposed
 from .banks import Bank, make_rows
 from .base_weights import warn_on_other_base
 from .files import AdapterFile, Fit, Source, fit, read
-from .own_files import match_tensors, read_description, read_pass_file
+from .own_files import NUMBER, match_tensors, read_description, read_pass_file
 from .saved_heads import find_resized_layers, get_trained_layers, without_heads
 from .updates import Entry
 
@@ -275,17 +275,25 @@ def fit_to(
 
 
 def _by_layer(file: AdapterFile, homes: Sequence[Bank]) -> AdapterFile:
-    """Return a file of passes by name as the updates of its layers, if all of it is DoRA in blocks that have banks; else
+    """Return a file of passes by name as the updates of its layers, if all of it is DoRA or gates in blocks that have banks; else
     itself.
 
     The DoRA of an Embedding is stored in such a file, as no other tool supports it.
     """
     banks = {bank.block.partition(".")[2]: bank for bank in homes if bank.update_kind.is_decomposed}
+    gates = {bank.kind: bank.update_kind for bank in homes if bank.gates}
     entries: dict[str, Entry] = {}
     left = set(file.own)
-    for path, _, block in (site for row in read_description(file)["passes"] for site in row["sites"]):
+    for path, place, block in (site for row in read_description(file)["passes"] for site in row["sites"]):
         own = {key.removeprefix(f"{block}."): value for key, value in file.own.items() if key.startswith(f"{block}.")}
         bank = banks.get(block.partition(".")[2])
+        gate = gates.get(NUMBER.sub("", block.rpartition(".")[2]))
+        if gate is not None and own.keys() == {"weight"}:
+            left -= {f"{block}.weight"}
+            side = {"side": "output" if place == "after" else "input"}
+            tensors = {"gate": own["weight"]}
+            entries[block] = Entry(path, path, "", gate.name, tensors, 1.0, 0, method=gate.method, options=side)
+            continue
         if bank is None or own.keys() != {*bank.parameters, "scale"} or own["scale"].numel() != 1:
             return file
         left -= {f"{block}.{key}" for key in own}
