@@ -170,6 +170,7 @@ def test_a_shallow_step_takes_what_it_is_given(name):
     assert ours < theirs
     signature = list(inspect.signature(base.gm.forward).parameters)
     assert list(inspect.signature(cache.shallow.forward).parameters) == [*signature, "kept"]
+    assert list(inspect.signature(cache.forward).parameters) == signature  # which modular pipelines read
     with pytest.raises(fxplug.GuardError, match="needs the input 'kept'"):
         run(cache.shallow, base)
 

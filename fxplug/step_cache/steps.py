@@ -85,6 +85,7 @@ class Stepped(nn.Module):
             raise SpecError(f"a step cache takes a traced module, not {type(module).__name__}: {way}")
         self.__dict__.update({table: vars(module)[table] for table in TABLES}, module=module, written_from=module)
         self.training = module.training
+        give_signature(self, inspect.signature(type(inputs or module).forward))
         self._clock = Clock(clock, [str(n.target) for n in (inputs or module).graph.nodes if n.op == "placeholder"])
         self._options: dict[str, Any] | None = None
         self._locks = get_locks(module)

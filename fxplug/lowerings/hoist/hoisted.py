@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
 import warnings
 from collections import OrderedDict
@@ -26,7 +25,7 @@ from ...core.ir.variants import view
 from ...core.locks import call_with_read_lock
 from ...core.torch_internals.modules import is_listening
 from ...core.torch_internals.tensors import version
-from ...step_cache.steps import Stepped, compile_graphs_only, disable_compile, give_signature
+from ...step_cache.steps import Stepped, compile_graphs_only, disable_compile
 from ..lowering import undo_lowering
 from .cut import STEP, HoistStage, StageCut
 from .groups import META, InputGroups
@@ -76,7 +75,6 @@ class HoistedModule(Stepped):
         self._drawing = list(dict.fromkeys(layer for layer in early if is_random_layer(layer, True)))
         self._tables = [part for part in module.modules() if isinstance(part, Table)]
         self._signature = get_signature(module)
-        give_signature(self, inspect.signature(type(module).forward))
         self._names = {node.name: str(node.target).lstrip("*") for node in self._cut.inputs}
         self._guard = threading.RLock()
         self._times: Times = ()
