@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import importlib
 import inspect
 import re
@@ -13,7 +14,6 @@ from pathlib import Path
 import fxplug
 
 ROOT = Path(fxplug.__file__).parent
-TREES = {file.relative_to(ROOT).as_posix(): ast.parse(file.read_text("utf-8")) for file in sorted(ROOT.rglob("*.py"))}
 LIBRARIES = ("asyncio", "diffusers", "torch", "peft", "safetensors", "onnx", "timm", "transformers", "accelerate", "datasets")
 # names of other libraries and languages, and parts of formulas, that ours only speak of
 OTHERS = {
@@ -27,9 +27,15 @@ EXAMPLES = {
 }  # fmt: skip
 
 
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Parse each file of the package, once: each worker would pay for it while it collects."""
+    return {file.relative_to(ROOT).as_posix(): ast.parse(file.read_text("utf-8")) for file in sorted(ROOT.rglob("*.py"))}
+
+
 def docstrings() -> Iterator[tuple[str, str, str]]:
     """Yield file, name and text of each docstring."""
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield file, getattr(node, "name", "<module>"), ast.get_docstring(node) or ""
@@ -38,9 +44,10 @@ def docstrings() -> Iterator[tuple[str, str, str]]:
 def words_of(tree: ast.Module) -> set[str]:
     """Return all names and texts in the code of a file, its docstrings left out."""
     found: set[str] = set()
+    fields = {"name", "id", "attr", "arg", "asname", "module"}
     for node in ast.walk(tree):
-        for field in ("name", "id", "attr", "arg", "asname", "module"):
-            found.update(str(getattr(node, field, None) or "").split("."))
+        for field in fields.intersection(node._fields):
+            found.update(str(getattr(node, field) or "").split("."))
         if isinstance(node, ast.Global | ast.Nonlocal):
             found.update(node.names)
         for child in ast.iter_child_nodes(node):
@@ -49,26 +56,34 @@ def words_of(tree: ast.Module) -> set[str]:
     return found
 
 
-WORDS = {file: words_of(tree) for file, tree in TREES.items()}
-DATA = {word for file in [*ROOT.rglob("*.yaml"), *ROOT.parent.glob("passes/**/*.yaml"), *ROOT.parent.glob("configs/**/*.yaml")]
-        for word in [file.name, file.stem, *re.findall(r"\w+", file.read_text("utf-8"))]}  # fmt: skip
-MODULES = {Path(file).parent.name if file.endswith("__init__.py") else Path(file).stem for file in TREES}
-MODULES |= {part for file in TREES for part in Path(file).parts[:-1]}
-FILES = {Path(file).name for file in TREES}
-KNOWN = set().union(dir(builtins), dir(object), MODULES, FILES, DATA, OTHERS, *WORDS.values())
+@functools.cache
+def words() -> dict[str, set[str]]:
+    """Return the words of each file."""
+    return {file: words_of(tree) for file, tree in trees().items()}
+
+
+@functools.cache
+def known() -> set[str]:
+    """Return all that a docstring may name without a dot."""
+    files = [*ROOT.rglob("*.yaml"), *ROOT.parent.glob("passes/**/*.yaml"), *ROOT.parent.glob("configs/**/*.yaml")]
+    data = {word for file in files for word in [file.name, file.stem, *re.findall(r"\w+", file.read_text("utf-8"))]}
+    modules = {Path(file).parent.name if file.endswith("__init__.py") else Path(file).stem for file in trees()}
+    modules |= {part for file in trees() for part in Path(file).parts[:-1]}
+    names = {Path(file).name for file in trees()}
+    return set().union(dir(builtins), dir(object), modules, names, data, OTHERS, *words().values())
 
 
 def exists(name: str, file: str) -> bool:
     """Whether a name, dotted or not, in a file's docstring is one of the code or of a library."""
-    if name in KNOWN or name in EXAMPLES:
+    if name in known() or name in EXAMPLES:
         return True
     first, *rest = name.split(".")
     if first in LIBRARIES:
         return in_library(name)
-    modules = [other for other in TREES if Path(other).stem == first]
-    if modules and rest and first not in WORDS.get(file, ()):  # else it is a variable of that name
-        return any(rest[0] in WORDS[other] for other in modules)
-    return bool(rest) and all(part in KNOWN for part in (first, *rest))
+    modules = [other for other in trees() if Path(other).stem == first]
+    if modules and rest and first not in words().get(file, ()):  # else it is a variable of that name
+        return any(rest[0] in words()[other] for other in modules)
+    return bool(rest) and all(part in known() for part in (first, *rest))
 
 
 def in_library(name: str) -> bool:
