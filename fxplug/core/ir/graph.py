@@ -25,6 +25,16 @@ from .containers import HOOKED, TracedPart, find_module
 # --- new nodes
 
 
+def _create(graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str | None, kind: Any = None) -> fx.Node:
+    """Create a node without arguments and give it them then: torch searches those of a new one for symbolic numbers, which
+    ours never have, and takes a third of the time of a copy for it."""
+    node: fx.Node = graph.create_node(op, target, name=name, type_expr=kind)
+    node.args = args
+    if kwargs:
+        node.kwargs = dict(kwargs)
+    return node
+
+
 def insert(
     graph: fx.Graph,
     op: str,
@@ -42,7 +52,7 @@ def insert(
     `op`, `target` and the arguments are those of an `fx.Node`. Its name is `name`, or made of the target, and gets a number
     where the graph has it already.
     """
-    node: fx.Node = graph.create_node(op, target, args, dict(kwargs or {}), name=name)
+    node = _create(graph, op, target, args, kwargs, name)
     node.meta.update(meta or {})
     move(node, after=after, before=before)
     return node
@@ -63,7 +73,9 @@ def copy_nodes(nodes: Iterable[fx.Node], into: fx.Graph, values: dict[fx.Node, f
     """
     for node in nodes:
         if node not in values:
-            values[node] = into.node_copy(node, values.__getitem__)
+            args, kwargs = (fx.node.map_arg(given, values.__getitem__) for given in (node.args, node.kwargs))
+            values[node] = new = _create(into, node.op, node.target, args, kwargs, node.name, node.type)
+            new.meta = node.meta.copy()
 
 
 # --- nodes that are there
@@ -165,7 +177,7 @@ class Graph(fx.Graph):
         """The code of the graph without the edges of regions, with `self.blocks[0]` for a path."""
         code = fx.Graph.python_code(without_edges(self), root_module, **options)
         before = None
-        while before != code.src:
+        while "getattr(self" in code.src and before != code.src:
             before = code.src
             code.src = LOOKUP.sub(_indexed, code.src)
         code.src = PATH.sub(_spelled, code.src)
