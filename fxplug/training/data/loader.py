@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from PIL import Image
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...core.errors import FxplugError, SpecError, TrainError
 from ..import_paths import import_function
@@ -22,18 +18,14 @@ from ..plugins import Plugins
 from ..random_draws import mix, preserve_random_state, seed_all
 from ..tasks.task import Task
 from ..train_section import Data
-from ..trigger import with_trigger
 from .batch_order import Order, Request, Size, assign, list_bucket_sizes
 from .collation import collate, pair_with_prior
 from .files import Items, name_classes
-from .image_files import COMPOSED, Crop, Unreadable, check_alike, check_ratio, convert_image, crop_and_resize, prepare
-from .image_sources import IMAGES, ImageSource, PlacedImage, find_crop_origin, make_pixels
-from .sidecars import Caption
+from .image_files import COMPOSED, Unreadable
+from .sample_reader import SampleReader, SkipDecoding, Transform
 from .unreadable import collect_reports, report_to_first
 
 NAMED = 20  # unreadable images in a message
-Transform = Callable[[Image.Image, Size], Tensor]
-SkipDecoding = Callable[[dict[str, Any]], bool]
 
 
 class Fetched(NamedTuple):
@@ -92,9 +84,8 @@ class Loader(Dataset[Any]):
         prior: Loader | None = None,
     ) -> None:
         self.prior = prior if train else None
-        self.items, self.spec, self.seed, self.train, self.hooks = items, spec, seed, train, hooks
-        self._transform, self._skipped = transform, dict[str, str]()
-        self._skip_decoding: SkipDecoding | None = None
+        self.items, self.spec, self.seed, self.train = items, spec, seed, train
+        self._skipped = dict[str, str]()
         self.size: Size | None = (spec.size, spec.size) if isinstance(spec.size, int) else spec.size
         self.classes, self.root = name_classes(items.classes, items.labels), items.root
         self.groups: list[Sequence[int]] = [range(len(items))]
@@ -112,7 +103,8 @@ class Loader(Dataset[Any]):
             batches = f"a batch of {batch}" + (f" in each of {world} processes" if world > 1 else "")
             raise TrainError(f"{batches} is larger than the data: {self.total} samples")
         named = spec.conditions is not None and ":" in spec.conditions.name
-        self.condition = import_function(spec.conditions, ("data", "conditions")) if named and spec.conditions else None
+        condition = import_function(spec.conditions, ("data", "conditions")) if named and spec.conditions else None
+        self.reader = SampleReader(items, spec, train, hooks, transform, condition)
         self.turn: tuple[int, list[Request]] | None = None  # the requests of the epoch that was asked for last
         self._requests, self._composed = list[Request](), False
         self._pool: DataLoader[Any] | None = None
@@ -129,27 +121,26 @@ class Loader(Dataset[Any]):
     @property
     def transform(self) -> Transform | None:
         """Transform from an image to a tensor; may be set between epochs."""
-        return self._transform
+        return self.reader.transform
 
     @transform.setter
     def transform(self, transform: Transform | None) -> None:
-        self._transform = transform
+        self.reader = replace(self.reader, transform=transform)
         self.close()
 
     @property
     def has_files(self) -> bool:
         """Return whether all that a sample's pixels depend on are its files and the settings, so that these can be cached."""
-        drawn = self._hooked("transform_pil_image") or (self.train and self.spec.crop == "random")
-        return self.items.has_files and self.condition is None and self.transform is None and not drawn
+        return self.reader.has_files
 
     @property
     def skip_decoding(self) -> SkipDecoding | None:
         """Function that says whether an item needs no pixels; may be set between epochs."""
-        return self._skip_decoding
+        return self.reader.skip_decoding
 
     @skip_decoding.setter
     def skip_decoding(self, skip: SkipDecoding | None) -> None:
-        self._skip_decoding = skip
+        self.reader = replace(self.reader, skip_decoding=skip)
         self.close()
 
     @property
@@ -173,7 +164,8 @@ class Loader(Dataset[Any]):
         """
         number = max(range(len(self.groups)), key=lambda n: len(self.groups[n]))
         group = self.groups[number]
-        plain = self._copy(train=False, _transform=None, hooks=None, _skip_decoding=None)
+        reader = replace(self.reader, train=False, transform=None, hooks=None, skip_decoding=None)
+        plain = self._copy(train=False, reader=reader)
         fetched = plain.fetch(Request(0, number, group), count)
         self._count(fetched.skipped)
         if fetched.error is not None:
@@ -185,7 +177,7 @@ class Loader(Dataset[Any]):
     def peek(self) -> dict[str, Any] | None:
         """Return the first batch of the training, before plugins, without counting skipped images; None if there is none."""
         request = next(iter(self.order.requests(0)), None)
-        return None if request is None else self._copy(hooks=None).fetch(request).batch
+        return None if request is None else self._copy(reader=replace(self.reader, hooks=None)).fetch(request).batch
 
     def in_order(self) -> Loader:
         """Return a loader of the same samples of this process, one in a batch, each once and in order. It counts unreadable
@@ -292,7 +284,7 @@ class Loader(Dataset[Any]):
             further = (view, index) if candidate != index else (view,) if view else ()
             seed_all(mix(self.seed, request.epoch, candidate, *further))
             try:
-                return self._sample(candidate, self.sizes[request.group], request.epoch)
+                return self.reader.read(candidate, self.sizes[request.group], request.epoch)
             except Unreadable as error:
                 skipped[error.name] = error.why
                 if len(skipped) > self.spec.max_corrupt:
@@ -318,133 +310,6 @@ class Loader(Dataset[Any]):
         yield index
         at = members.index(index)  # looked for only where a sample cannot be read
         yield from (*members[at + 1 :], *members[:at])
-
-    def _hooked(self, hook: str) -> bool:
-        return self.hooks is not None and self.hooks.has(hook)
-
-    def _sample(self, index: int, size: Size | None, epoch: int) -> dict[str, Any]:
-        random_place = self.train and self.spec.crop == "random"
-        x, y, coin = random.random(), random.random(), random.random()
-        item = self.items.open_sample(index)
-        files = any(isinstance(item.get(key), ImageSource) for key in IMAGES)
-        drawn = self.train and (self.spec.flip or "flip_p" in item) and files
-        flip = coin < item.pop("flip_p", 0.5 if self.spec.flip else 0.0)
-        place = Crop(*((x, y) if random_place else (0.5, 0.5)), flip=self.train and flip)
-        if drawn and self.transform is None:
-            item.setdefault("flipped", place.flip)
-        if isinstance(caption := item.get("caption"), Caption):
-            item["caption"] = caption.shuffled() if self.train else caption.text()
-        if self.spec.trigger is not None:
-            if "caption" not in item:
-                raise TrainError(f"{item['name']} has no caption, before which 'trigger' is to be put: leave 'trigger' out")
-            item["caption"] = with_trigger(item["caption"], self.spec.trigger)
-        if self.hooks is not None:
-            self.hooks.sample = f"epoch {epoch}, {item['name']}"
-        if self.skip_decoding is None:
-            self._read_images(item, size, place)
-        if self.hooks is not None and self._hooked("transform_caption") and "caption" in item:
-            item["caption"] = self.hooks.transform_caption(item["caption"])  # behind the image, as EveryDream2trainer has it
-        if self.skip_decoding is not None:
-            self._put_placed(item, size, place)
-        item["index"] = index
-        return item
-
-    def _read_images(self, item: dict[str, Any], size: Size | None, place: Crop) -> None:
-        """Decode an item's images and convert them to tensors of a size; note where those that are files are cropped."""
-        opened = {key: item[key] for key in IMAGES if isinstance(item.get(key), ImageSource)}
-        item |= {key: source.read() for key, source in opened.items()}
-        frames = [item.get("image"), item.get("condition"), *(item["video"] if "video" in opened else ())]
-        if any(isinstance(image, Image.Image) and COMPOSED in image.info for image in frames):
-            item[COMPOSED] = item["name"]
-        if "image" in opened and self.transform is None:
-            self._put_sizes(item, (item["image"].height, item["image"].width), size, place)
-        if "video" in opened:
-            self._put_video(item, size, place)
-        self._put_images(item, size, place)
-
-    def _put_placed(self, item: dict[str, Any], size: Size | None, place: Crop) -> None:
-        """Replace an item's images by what is to be decoded of them, and decode it unless `skip_decoding` says otherwise."""
-        assert self.skip_decoding is not None
-        sources: dict[str, ImageSource] = {key: item[key] for key in IMAGES if key in item}
-        sizes = {key: source.size() for key, source in sources.items()}
-        for key, source in sources.items():
-            if not all(sizes[key]):
-                source.read()
-                raise Unreadable(source.name, "its size is not in its header")
-        first = next(iter(sources))  # a condition has the size of its image
-        item |= {key: PlacedImage(source, size or sizes[first], place, key) for key, source in sources.items()}
-        for key, kind in (("condition", "condition"), ("loss_mask", "mask")):
-            if key in sizes and key != first:
-                check_ratio(sizes[first], sizes[key], item["name"], kind)
-        if not self.skip_decoding(item):
-            item |= {key: item[key].decoded() for key in sources}
-            if any(item[key].composed for key in sources):
-                item[COMPOSED] = item["name"]
-        item.setdefault("content", item[first].content)
-        self._put_sizes(item, sizes[first], size, place)
-
-    def _put_sizes(self, item: dict[str, Any], original: Size, size: Size | None, place: Crop) -> None:
-        """Put `original_size` and `crop` of an item where it has none of its own."""
-        item.setdefault("original_size", torch.tensor(original))
-        item.setdefault("crop", torch.tensor(find_crop_origin(original, size or original, place)))
-
-    def _put_video(self, item: dict[str, Any], size: Size | None, place: Crop) -> None:
-        """Convert the frames of an item's video to one tensor. Raises TrainError where they are to be changed as images are."""
-        what = "the task" if self.transform is not None else "a plugin's transform_pil_image"
-        if self.transform is not None or self._hooked("transform_pil_image"):
-            raise TrainError(f"{item['name']} is a video, and {what} changes images")
-        original = (item["video"][0].height, item["video"][0].width)
-        self._put_sizes(item, original, size, place)
-        item["video"] = make_pixels(item["video"], size or original, place)
-
-    def _put_images(self, item: dict[str, Any], size: Size | None, place: Crop) -> None:
-        """Convert an item's image, condition and mask to tensors of a size. A task's transform crops by itself, without the
-        other two."""
-        image, name, condition, mask = item.get("image"), item["name"], item.get("condition"), item.get("loss_mask")
-        if isinstance(image, Tensor):
-            if size is not None and image.shape[1:] != size:
-                finding = f"{name} is a float image of {image.shape[1]}x{image.shape[2]}, which is used as it is"
-                raise TrainError(f"{finding}, but the size must be {size[0]}x{size[1]}")
-            for used, what in ((self._hooked("transform_pil_image"), "a plugin's transform_pil_image"),
-                               (self.condition is not None and condition is None, "a condition function")):  # fmt: skip
-                if used:
-                    raise TrainError(f"{name} is a float image: {what} needs PIL or uint8")
-            size, place = (image.shape[1], image.shape[2]), Crop()
-        elif image is not None:
-            size = size or (image.height, image.width)
-            both = self.condition is not None or condition is not None or mask is not None
-            for further, kind in ((condition, "condition"), (mask, "mask")):
-                check_alike(image, further, size, place, name, kind)
-            if both or self.transform is None:
-                image = crop_and_resize(image, size, place)
-            image = self._changed(image, name, fixed=both or self.transform is None)
-            if size is not None and isinstance(mask, Image.Image):
-                item["loss_mask"] = mask = pil_to_tensor(crop_and_resize(mask, size, place))
-            if self.condition is not None:  # made of what the model sees: grey stays grey
-                made, place = self.condition(image), Crop()
-                grey = made.mode in ("1", "L") if isinstance(made, Image.Image) else np.ndim(made) == 2
-                item["condition"] = convert_image(made, f"the condition of {name}", 1 if grey else 3, self.spec.background)
-            item["image"] = pil_to_tensor(image) if self.transform is None else self.transform(image, size)
-        if size is not None and isinstance(condition := item.get("condition"), Image.Image):
-            item["condition"] = pil_to_tensor(crop_and_resize(condition, size, place))
-        if size is not None and isinstance(mask, Image.Image):  # of an image that is a tensor
-            item["loss_mask"] = pil_to_tensor(crop_and_resize(mask, size, place))
-
-    def _changed(self, image: Image.Image, name: str, fixed: bool) -> Image.Image:
-        """Return the image after the plugins, which may change its size only where the task crops it."""
-        if self.hooks is None or not self._hooked("transform_pil_image"):
-            return image
-        try:
-            changed = prepare(self.hooks.transform_pil_image(image), self.spec.channels, self.spec.background)
-        except ValueError as error:
-            raise TrainError(f"{name}: the image that transform_pil_image returned cannot be used: {error}") from None
-        if fixed and changed.size != image.size:
-            sizes = f"{changed.height}x{changed.width} of one of {image.height}x{image.width}"
-            raise TrainError(
-                f"{name}: transform_pil_image returned an image of {sizes}, but the size must stay the same, since it is "
-                "cropped already"
-            )
-        return changed
 
     # --- groups, and what cannot be read
 

@@ -23,7 +23,8 @@ from .batch_order import Size
 from .collation import collate_key
 from .files import count_classes, name_classes
 from .image_files import convert_image, rescale
-from .loader import Loader, Transform
+from .loader import Loader
+from .sample_reader import Transform
 from .sources import add_keys, get_classes, get_labels, make_items
 
 CHANNELS = (1, 3, 4)
