@@ -275,7 +275,7 @@ def fit_to(
 
 
 def _by_layer(file: AdapterFile, homes: Sequence[Bank]) -> AdapterFile:
-    """Return a file of passes by name as the updates of its layers, if all of it is DoRA or gates in blocks that have banks; else
+    """Return a file of passes by name as the updates of its layers, if all of it is DoRA or gates in blocks with banks; else
     itself.
 
     The DoRA of an Embedding is stored in such a file, as no other tool supports it.
