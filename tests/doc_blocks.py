@@ -6,6 +6,7 @@
     ```yaml                    is read as a configuration, a part of one, or a pass
     <!-- hidden: ... -->       Python that is run and not shown: it makes the small model that a page speaks of
     <!-- not run: reason -->   leaves out the block that follows; its Python is compiled
+    <!-- fails: reason -->     says that the last command of the console that follows ends with an error; no other may
     <!-- needs: library -->    runs the block that follows where the library is installed, and compiles it where it is not
     ...                        in what is printed stands for any text
 """
@@ -35,7 +36,7 @@ from fxplug.__main__ import app
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(
     r'^( *)```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<code>.*?)^\1```$'
-    r"|^<!-- (?P<note>hidden|not run|needs):\s(?P<text>.*?)-->$",
+    r"|^<!-- (?P<note>hidden|not run|needs|fails):\s(?P<text>.*?)-->$",
     re.MULTILINE | re.DOTALL,
 )
 RUN = ("python", "console", "yaml")
@@ -47,7 +48,7 @@ CHECKER, FLAGS = doctest.OutputChecker(), doctest.ELLIPSIS | doctest.NORMALIZE_W
 
 @dataclass
 class Block:
-    """A piece of code: its language ("hidden" for what is not shown), first line, why it is not run, the library it needs."""
+    """A piece of code: its language ("hidden" for what is not shown), first line, why it is not run or fails, what it needs."""
 
     language: str
     code: str
@@ -55,6 +56,7 @@ class Block:
     title: str | None = None
     not_run: str | None = None
     needs: str | None = None
+    fails: str | None = None
     prints: str | None = None
 
 
@@ -65,7 +67,7 @@ def blocks(text: str) -> list[Block]:
     end, notes = None, {}
     for match in BLOCK.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
-        if match["note"] in ("not run", "needs"):
+        if match["note"] in ("not run", "needs", "fails"):
             notes[match["note"]] = " ".join(match["text"].split())
             continue
         if match["note"]:
@@ -74,7 +76,8 @@ def blocks(text: str) -> list[Block]:
             found[-1].prints = match["code"]
         else:
             code = textwrap.dedent(match["code"])
-            found.append(Block(match["language"], code, line, match["title"], notes.get("not run"), notes.get("needs")))
+            said = (notes.get(key) for key in ("not run", "needs", "fails"))
+            found.append(Block(match["language"], code, line, match["title"], *said))
         end, notes = match.end(), {}
     return found
 
@@ -108,8 +111,10 @@ def _run(block: Block, space: dict[str, Any], where: str) -> None:
             exec(compile(block.code, where, "exec"), space)
         compare(block.prints or "", out.getvalue(), where, block.prints is not None)
     elif block.language == "console":
-        for command, prints in commands(block.code):
-            compare(prints, execute(command, where), f"{where}: {command}", bool(prints.strip()))
+        *others, last = commands(block.code)
+        for command, prints in (*others, last):
+            printed = execute(command, where, 1 if block.fails and command == last[0] else 0)
+            compare(prints, printed, f"{where}: {command}", bool(prints.strip()))
     elif block.language == "yaml":
         read(yaml.safe_load(block.code))
     else:
@@ -130,20 +135,22 @@ def commands(code: str) -> Iterator[tuple[str, str]]:
         yield command, prints
 
 
-def execute(command: str, where: str) -> str:
-    """What a command prints: of `fxplug` here, of `python` in a process."""
+def execute(command: str, where: str, code: int = 0) -> str:
+    """What a command that ends with the exit code prints: of `fxplug` here, of `python` in a process."""
     words = shlex.split(command.partition("  #")[0])
     if words[0] == "fxplug":
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
             try:
                 app(words[1:], prog_name="fxplug")
+                ended = 0
             except SystemExit as end:
-                assert end.code in (0, None, 1), f"{where}: {command}\n{out.getvalue()}"
+                ended = end.code or 0
+        assert ended == code, f"{where}: {command} ends with {ended}, not {code}\n{out.getvalue()}"
         return out.getvalue()
     assert words[0] == "python", f"{where}: only fxplug and python can be run here: say why '{words[0]}' is not"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-W", "ignore", *words[1:]], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, f"{where}: {command}\n{done.stderr}"
+    assert done.returncode == code, f"{where}: {command} ends with {done.returncode}, not {code}\n{done.stderr}"
     return done.stdout
 
 

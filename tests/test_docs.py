@@ -55,6 +55,8 @@ def test_what_is_not_run_is_listed_with_its_reason(golden):
     "```python\nunknown\n```\n",
     "```console\n$ fxplug rewrit x\n```\n",
     "```console\n$ rm x\n```\n",
+    "```console\n$ fxplug show no_such_configuration\n```\n",
+    "<!-- fails: of itself -->\n```console\n$ fxplug passes lora\n```\n",
     "```console\n$ fxplug passes lora\nloha\n```\n",
     "```yaml\npasses: [{lora: {rnk: 3}}]\n```\n",
     "```rust\nfn\n```\n",
