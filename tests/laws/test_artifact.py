@@ -30,8 +30,8 @@ import fxplug
 from fxplug import ArtifactError
 from fxplug.core import writing
 from fxplug.core.artifacts.document import ModuleRecord
+from fxplug.core.artifacts.modules import ModuleReader, write_modules
 from fxplug.core.artifacts.modules import difference as rebuilt_difference
-from fxplug.core.artifacts.modules import read_modules, write_modules
 from fxplug.core.artifacts.value_json import Settings, decode, encode
 from fxplug.core.ir import functions, ops
 from fxplug.core.ir.containers import Container
@@ -399,7 +399,7 @@ def test_every_torch_module_is_rebuilt() -> None:
         root.add_module(str(index), module)
     root.shared = kinds[0]
     records = json.loads(json.dumps(write_modules(root)))
-    again = read_modules({path: ModuleRecord(**record) for path, record in records.items()}, [])[""]
+    again = ModuleReader([]).read({path: ModuleRecord(**record) for path, record in records.items()})[""]
     assert again.shared is again._modules["0"]
     for index, module in enumerate(kinds):
         other = again._modules[str(index)]

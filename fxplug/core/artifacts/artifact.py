@@ -44,7 +44,7 @@ from .document import (
     parse,
 )
 from .graph_json import GraphReader, resolve_path, write_graph
-from .modules import fill, read_modules, write_modules
+from .modules import ModuleReader, fill, write_modules
 from .tensor_records import list_state, make_records, read_tensors
 from .value_json import Unportable, decode, encode, encode_portable
 
@@ -387,7 +387,7 @@ def _build(
             f"graph.json has format {document.format}, and the manifest {FORMAT}: they are from different artifacts"
         )
     records = document.tensors
-    modules = read_modules(document.modules, allow, records, limits)
+    modules = ModuleReader(allow, records, limits).read(document.modules)
     tree = modules[""]
     assert isinstance(tree, Container)
     vars(tree)["classes"] = tuple(document.classes)  # a child may have that name

@@ -295,18 +295,13 @@ def difference(module: nn.Module, rebuilt: nn.Module) -> str | None:
 # --- read
 
 
-def read_modules(
-    records: Mapping[str, ModuleRecord], allow: Sequence[str], tensors: Collection[str] = (), limits: Limits = DEFAULT
-) -> dict[str, nn.Module]:
-    """Rebuild every module of the records by its path, on the meta device; '' is the tree. Raises ArtifactError.
+class ModuleReader:
+    """Rebuilds the modules of a file, of classes that `allow` covers.
 
     `tensors` are the names of all parameters and buffers: no constructor makes many more than they name.
     """
-    return _Reader(allow, tensors, limits).read(records)
 
-
-class _Reader:
-    def __init__(self, allow: Sequence[str], tensors: Collection[str], limits: Limits) -> None:
+    def __init__(self, allow: Sequence[str], tensors: Collection[str] = (), limits: Limits = DEFAULT) -> None:
         self.allow, self.limits = allow, limits
         self.made: dict[str, nn.Module] = {}
         self.expected: Counter[str] = Counter()  # how many tensors lie below each path
@@ -315,6 +310,7 @@ class _Reader:
             self.expected.update(".".join(parts[:count]) for count in range(len(parts)))
 
     def read(self, records: Mapping[str, ModuleRecord]) -> dict[str, nn.Module]:
+        """Rebuild every module of the records by its path, on the meta device; '' is the tree. Raises ArtifactError."""
         if "" not in records or records[""].kind != "container":
             raise ArtifactError("graph.json: the modules must have an entry '' (the root), which is a container")
         for path, record in records.items():
