@@ -188,13 +188,9 @@ KINDS: dict[type, StateKind] = {
 }
 
 
-def kind_of(value: Any) -> StateKind:
-    """Return the kind of a value of a class in KINDS, or of a derived one."""
-    return _kind_of(type(value))  # type: ignore[arg-type]
-
-
 @functools.lru_cache(maxsize=1 << 14)
-def _kind_of(cls: type) -> StateKind:
+def kind_of(cls: type) -> StateKind:
+    """Return the kind of the values of a class in KINDS, or of a derived one."""
     return next(kind for base, kind in KINDS.items() if issubclass(cls, base))
 
 
@@ -241,7 +237,7 @@ class StatePlace(NamedTuple):
     def now(self) -> Any:
         """Return the current value at the place; `MISSING` if it is gone."""
         if self.key is None:
-            return kind_of(self.owner).note(self.owner)
+            return kind_of(type(self.owner)).note(self.owner)  # type: ignore[arg-type]
         return (items(self.owner) if isinstance(self.owner, dict) else own(self.owner)).get(self.key, MISSING)
 
 
@@ -299,7 +295,7 @@ class State:
             self._note_tensor(value, link)
         elif isinstance(value, tuple(KINDS)):
             self.seen.add(id(value))
-            kind = kind_of(value)
+            kind = kind_of(type(value))  # type: ignore[arg-type]
             held = kind.note(value)
             self.notes.append((value, kind, held, link))
             if isinstance(value, (dict, list, set, deque)):
