@@ -268,17 +268,14 @@ class Editor(OpenedGraph):
                     return None
                 raise MatchError(f"{self.p.name}: '{value.address}' is used before the rule that names it: put that rule first")
             return self.kept[value.address]
-        assert value.port is not None
+        port = value.port
+        assert port is not None
         if value.kind == "operand":
             node: fx.Node = self.by_name[site.node]
             given = list_operands((node.args, node.kwargs))
-            if value.port.with_members:
+            if port.with_members:
                 return tuple(given)
-            return find_member(node, value.port) if value.port.side == "out" else given[find_operand(node, value.port)]
-        return self.value_at(value.port, site)
-
-    def value_at(self, port: Port, site: Site) -> Any:
-        """Return the current value at a port: of a parameter, of one port, or of all members of a whole value."""
+            return find_member(node, port) if port.side == "out" else given[find_operand(node, port)]
         if port.side == "param":
             return self.parameter(port)
         if port.with_members:
