@@ -75,7 +75,7 @@ def check_saved(modules: Iterable[TracedModule]) -> None:
 def check_batches(settings: Train, task: Task, data: Any) -> None:
     """Raise SpecError or TrainError for batches of another size than the settings say, or that the task cannot take as the
     run divides them or the weights."""
-    if settings.shard and getattr(task, "preserve", None) is not None:
+    if settings.shard and task.preserve is not None:
         finding = "needs the whole weights in each process: leave 'shard' out"
         raise SpecError(finding, path=("train", "task", settings.task.name, "preserve"))
     given = data if isinstance(data, DataLoader) else None

@@ -70,8 +70,8 @@ def swap_outside_steps(module: TracedModule, task: Any, swap: BlockSwap | None) 
     """
     if swap is None:
         return module
-    if isinstance(untrained := getattr(task, "untrained", None), Mapping):
-        task.untrained = {name: outline_swapped(one, swap) for name, one in untrained.items()}
+    if isinstance(task.untrained, Mapping):
+        task.untrained = {name: outline_swapped(one, swap) for name, one in task.untrained.items()}
     return outline_swapped(module, swap)
 
 

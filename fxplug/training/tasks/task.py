@@ -90,6 +90,8 @@ class Task:
     trains = False  # whether something of `encoder`, or in `beside`, trains too
     beside: Mapping[str, TrainedPart] = MappingProxyType({})  # models that train beside the module, by name
     part = ""  # the name of the module in a pipeline
+    preserve: str | None = None  # a class that the model keeps as it was, with whole weights in each process
+    untrained: Any = None  # the model as it was before the run, which `preserve` calls; several by name
     unreached = ""  # why no gradient may reach some of the layers, known after `setup`
 
     def setup(self, module: nn.Module, info: TaskInfo) -> None:
