@@ -405,7 +405,7 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: RetryState) ->
                 raise NeedsValues(text)
             raise TraceError(f"{text}, and a graph records one branch only: keep the module whole, leaf: [its path]")
         written = state.changes()
-        _retry_with_unsupported_ops(state, dict(tensors), recording.parameters, written, leaves)
+        _refuse_new_state(state, dict(tensors), recording.parameters, written, leaves)
         if mode is not None and job.check and not job.has_values:
             stand_in = functools.partial(put_fake_weights, state, mode, device, {}, False)
             self_check.check_kept(model, call, state, written, recording, regions.called, stand_in)
@@ -416,7 +416,7 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: RetryState) ->
     )
 
 
-def _retry_with_unsupported_ops(
+def _refuse_new_state(
     state: State, originals: dict[str, torch.Tensor], names: dict[int, str], written: list[StatePlace], whole: set[str]
 ) -> None:
     """Refuse a forward that gives a module a parameter, a child or a buffer of its state dict that it did not have: the
