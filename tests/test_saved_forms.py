@@ -74,7 +74,7 @@ def test_sizes_are_asked_within_the_graph_and_no_graph_is_made_twice(tmp_path):
     given = {**tiny_pipelines.CALLS["pixart"], "prompt": "a cat", "height": 96, "width": 64}
     call = call_forms.ExampleCall(pipe, "transformer", given)
     assert call_forms.has_graph_for(result.module, call.first())
-    call_forms.add_size_forms(result.module, call)
+    call_forms.add_size_forms(result.module, [call])
     assert len(result.module.modules_by_form) == before
     assert result.module._variants.retrace is not None
 

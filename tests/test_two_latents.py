@@ -94,13 +94,16 @@ def test_layers_of_the_sound_alone_are_said_to_get_no_gradient(tmp_path):
 
 @pytest.mark.slow
 def test_what_a_run_saves_draws_in_the_stock_pipeline(tmp_path):
-    """A loaded module has no model at hand; the pipeline asks its layers for positions, which it makes by its own settings."""
+    """A loaded module has no model at hand; the pipeline asks its layers for positions, which it makes by its own settings, and
+    calls it three times in a step, with other settings each time."""
     run = fxplug.train(config(tmp_path, "ltx2"), out=tmp_path / "run", quiet=True)
     pipes = [tiny.make("ltx2") for _ in range(3)]
     pipes[1].transformer = fxplug.pipeline_part(fxplug.load(tmp_path / "run" / "module"))
     pipes[2].load_lora_weights(str(Path(run.out) / "adapter"))
-    base, module, adapter = (tiny.draw(pipe, "ltx2", **tiny.UNGUIDED["ltx2"]) for pipe in pipes)
-    assert torch.allclose(module, adapter, atol=1e-5) and float((module - base).abs().max()) > 1e-3
+    for more in (tiny.UNGUIDED["ltx2"], {}, {"prompt": ["a cat", "a dog"]}):
+        base, module, adapter = (tiny.draw(pipe, "ltx2", **more) for pipe in pipes)
+        assert torch.allclose(module, adapter, atol=1e-5 * max(1, float(adapter.abs().max()))), more
+        assert float((module - base).abs().max()) > 1e-3
 
 
 @pytest.mark.slow

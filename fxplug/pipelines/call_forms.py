@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,16 +33,21 @@ def add_call_forms(module: Variants, call: ExampleCall) -> None:
         _add_form(module, given)
 
 
-def add_size_forms(module: Variants, call: ExampleCall) -> None:
-    """Give a module the graphs that its pipeline needs for one text and for two in the size of a call, as `add_call_forms`.
+def add_size_forms(module: Variants, calls: Iterable[ExampleCall]) -> None:
+    """Give a module the graphs that its pipeline needs for one text and for two in the sizes of calls, as `add_call_forms`.
 
     Args:
         module: The part of the pipeline, which knows its model.
-        call: How the pipeline is called.
+        calls: How the pipeline is called. Whether its steps have calls of several forms is seen in the first.
     """
-    for count in (1, 2):
-        with contextlib.suppress(Exception):  # the pipeline's, which takes one text alone
-            _add_form(module, call.first(count))
+    several = None
+    for call in calls:
+        for count in (1, 2):
+            with contextlib.suppress(Exception):  # the pipeline's, which takes one text alone
+                found = [call.first(count)] if several is False else call.step_calls(count)
+                several = len(found) > 1 if several is None else several
+                for given in found:
+                    _add_form(module, given)
 
 
 def _add_form(module: Variants, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:

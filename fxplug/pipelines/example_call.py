@@ -43,6 +43,7 @@ class ExampleCall:
     where: tuple[str, ...] = ("model", "call")
     size: tuple[int, int] = (512, 512)
     names: frozenset[str] = field(init=False)
+    results: dict[str, Any] = field(default_factory=dict, init=False)  # of the part, by the forms of its calls
 
     def __post_init__(self) -> None:
         self.names = frozenset(call_parameters(self.pipe))
@@ -50,10 +51,9 @@ class ExampleCall:
     def first(self, count: int = 1, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Call the pipeline as far as the first call of the part, with each text `count` times, and return the arguments of
         that call. Raises SpecError for a part that is not called, and whatever the pipeline raises."""
-        call = {name: copy.copy(value) for name, value in {**self.arguments, **changes}.items()}  # some write into lists
-        texts = {name: [value] * count for name, value in call.items() if _is_text(name, value) and count > 1}
+        call = self._arguments(count, changes)
         with silence_libraries():
-            found = record_first_calls(self.pipe, {self.part: self.pipe.components[self.part]}, (), {**call, **texts}, True)
+            found = record_first_calls(self.pipe, {self.part: self.pipe.components[self.part]}, (), call, True)
         if self.part not in found:
             finding = f"this call of {type(self.pipe).__name__} does not call '{self.part}'"
             raise SpecError(f"{finding}: give 'call' arguments with which it does, or another 'part'", path=("model", "part"))
@@ -65,11 +65,31 @@ class ExampleCall:
 
         The part runs once. None for one that is called in fewer steps.
         """
+        return self._two_steps(1).find_groups(self.part)
+
+    def step_calls(self, count: int = 1, **changes: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return the arguments of the part's calls in a step of the pipeline, one of each form: a step may call it again for
+        guidance, with other settings or numbers of samples. The part runs once in each form that it has not run in.
+
+        Raises SpecError for a part that is not called, and what the pipeline raises before that.
+        """
+        found = list(self._two_steps(count, **changes).forms.get(self.part, {}).values())
+        return found or [self.first(count, **changes)]
+
+    def _two_steps(self, count: int, **changes: Any) -> StepInputs:
+        """Return what is seen in two steps of the pipeline."""
         latent = {"output_type": "latent"} if "output_type" in self.names else {}
-        seen, call = StepInputs(), {**{name: copy.copy(value) for name, value in self.arguments.items()}, **latent}
+        seen = StepInputs(results=self.results)
         with contextlib.suppress(Exception), silence_libraries():  # the pipeline's, which its first call did not raise
+            call = {**self._arguments(count, changes), **latent}
             record_first_calls(self.pipe, {self.part: self.pipe.components[self.part]}, (), call, True, seen)
-        return seen.find_groups(self.part)
+        return seen
+
+    def _arguments(self, count: int, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments with each text so many times."""
+        call = {name: copy.copy(value) for name, value in {**self.arguments, **changes}.items()}  # some write into lists
+        texts = {name: [value] * count for name, value in call.items() if _is_text(name, value) and count > 1}
+        return {**call, **texts}
 
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that the part is traced with: of two texts, so that any number of samples fits, where the
@@ -92,8 +112,9 @@ class ExampleCall:
 
     def forms(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Yield what the part is called with in the forms in which it may be called, each once, by the sizes of its tensors and
-        its other values: first calls for one text and for two, with guidance and without; for more texts, of the same length
-        or not, where samples are in lists; and in the sizes next to the call's own."""
+        its other values: calls for one text and for two, with guidance and without; for more texts, of the same length or not,
+        where samples are in lists; and in the sizes next to the call's own. Where a step has calls of several forms, all of
+        them, else the first."""
         guided: list[dict[str, Any]] = [{}]
         for name in self.names.intersection(GUIDANCE):
             negative = {"negative_prompt": ""} if "negative_prompt" in self.names else {}
@@ -101,18 +122,21 @@ class ExampleCall:
         listed = isinstance(self._sizes({}), tuple) and any(isinstance(v, list) for v in self._sizes({})[1].values())
         counts = TEXTS if listed else TEXTS[:2]
         longer = {name: LONGER.format(value) for name, value in self.arguments.items() if _is_text(name, value)}
-        seen = set()
+        seen, several = set(), False
         for count, changes in (
             *((count, changes) for count in counts[:2] for changes in guided), *((count, {}) for count in counts[2:]),
             *((1, {n: [self.arguments[n]] * (count - 1) + [text] for n, text in longer.items()}) for count in counts[1:]),
             *((count, changes) for changes in self._other_sizes() for count in counts[: 1 + listed]),
         ):  # fmt: skip
             with contextlib.suppress(Exception):  # a value that this pipeline does not take
-                given = self.first(count, **changes)
-                form = repr(map_leaves(given, lambda tensor, _: (tuple(tensor.shape), tensor.dtype)))
-                if form not in seen:
-                    seen.add(form)
-                    yield given
+                looked_at = several or (count == 1 and changes in guided)
+                calls = self.step_calls(count, **changes) if looked_at else [self.first(count, **changes)]
+                several = several or len(calls) > 1
+                for given in calls:
+                    form = repr(map_leaves(given, lambda tensor, _: (tuple(tensor.shape), tensor.dtype)))
+                    if form not in seen:
+                        seen.add(form)
+                        yield given
 
     def _other_sizes(self) -> Iterator[dict[str, int]]:
         """Yield arguments for the sizes next to the call's own, for which Python decides otherwise most often: a side is that

@@ -1,4 +1,5 @@
-"""Which inputs of a denoiser stay while a pipeline draws, and which say the time: seen in two steps of one run."""
+"""Which inputs of a denoiser stay while a pipeline draws, which say the time, and in which forms it is called: two steps of a
+run tell."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ..core.ir.containers import list_leaves, map_leaves
 from ..core.ir.traced_module import TracedModule
+from ..core.torch_internals import trees as pytree
 
 META = "input_groups"  # the key in a traced module's meta that `lower(hoist=True)` reads
 DENOISERS = ("unet", "transformer")  # as names of denoisers begin
@@ -24,14 +26,16 @@ MOST_STEPS = 3
 class StepInputs:
     """The first call of each denoiser in each of the first steps of a run: `calls` has the step and the inputs by name.
 
-    A step ends where the scheduler's `step` is called. Once all first calls are known, a denoiser runs once, and its further
-    calls get copies of that result: what it computes does not matter here.
+    `forms` has the arguments of one call of each form: a step may have several, with further settings or other numbers of
+    samples, as for guidance of several kinds. A step ends where the scheduler's `step` is called. Once all first calls are
+    known, a denoiser runs once in each form, and its further calls get copies of that result: what it computes does not matter.
     """
 
     step: int = 0
     known: bool = False  # whether the pipeline's scheduler says where a step ends
     calls: dict[str, list[tuple[int, dict[str, Any]]]] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)
+    forms: dict[str, dict[str, tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
 
     @contextmanager
     def watch(self, pipe: Any) -> Iterator[None]:
@@ -58,7 +62,10 @@ class StepInputs:
                 scheduler.step = own
 
     def note(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Note the inputs of a call, if it is a denoiser's first one in a step."""
+        """Note the form of a denoiser's call, and its inputs, if it is the first one in a step."""
+        forms = self.forms.setdefault(name, {})
+        if name.startswith(DENOISERS) and (form := describe_form((args, kwargs))) not in forms:
+            forms[form] = map_leaves((args, kwargs), lambda tensor, _: tensor.detach().clone())
         seen = self.calls.setdefault(name, [])
         if not name.startswith(DENOISERS) or (seen and seen[-1][0] == self.step) or len(seen) >= MOST_STEPS:
             return
@@ -74,12 +81,13 @@ class StepInputs:
         return not self.known or self.step > MOST_STEPS or all(len(self.calls.get(name, ())) > 1 for name in wanted)
 
     def answer(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Answer a call of a denoiser, by the result of its first one."""
+        """Answer a call of a denoiser, by the result of its first one in that form."""
         if not name.startswith(DENOISERS):
             return forward(*args, **kwargs)
-        if name not in self.results:
-            self.results[name] = forward(*args, **kwargs)
-        return map_leaves(self.results[name], lambda tensor, _: tensor.clone())
+        key = f"{name} {describe_form((args, kwargs))}"
+        if key not in self.results:
+            self.results[key] = forward(*args, **kwargs)
+        return map_leaves(self.results[key], lambda tensor, _: tensor.clone())
 
     def find_groups(self, name: str) -> dict[str, list[str]] | None:
         """Find which inputs of a denoiser were equal in two steps, and which other ones, single numbers, say the time."""
@@ -94,6 +102,18 @@ class StepInputs:
             elif is_time(value) and is_time(other):
                 found["time"].append(key)
         return found if any(found.values()) else None
+
+
+def describe_form(call: Any) -> str:
+    """Describe the form of a call: shapes and dtypes of its tensors, and its settings; numbers, which may say the time, by
+    their kind."""
+
+    def describe(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return tuple(leaf.shape), leaf.dtype
+        return leaf if isinstance(leaf, bool) else type(leaf)
+
+    return repr(pytree.tree_map_only((Tensor, int, float), describe, call))
 
 
 def note_groups(module: TracedModule, groups: Mapping[str, list[str]] | None) -> None:

@@ -180,12 +180,14 @@ class SizedParts:
                 choose_module(module, (), {**one.call([condition] * number, x, time), **added.example(number, size)})
         if added.names:  # which a pipeline does not give
             return
+        calls = []
         with encode_once(self.pipe):
             for size in sizes:
                 seen = self.of(size).call.observation.call
                 given: dict[str, Any] = {name: seen[name] for name in ("height", "width", "num_frames") if name in seen}
                 given |= {**self.given, **self.example_arguments(size)}
-                add_size_forms(module, ExampleCall(self.pipe, self.part, call_arguments(self.pipe, given, None)))
+                calls.append(ExampleCall(self.pipe, self.part, call_arguments(self.pipe, given, None)))
+            add_size_forms(module, calls)
 
     def _observation(self, size: Size) -> Observation:
         """Observe the pipeline for pictures of a size. Raises SpecError, of a condition where one is lacking."""
