@@ -204,13 +204,19 @@ def off(found: Any, right: Any) -> float:
     return float((one - two).abs().max() / two.abs().max().clamp(min=1e-6))
 
 
+def is_same(one: Tensor, two: Tensor) -> bool:
+    """Return whether tensors are close; one that samples share may be there once for all of them."""
+    shared = one.dim() == two.dim() and one.shape[1:] == two.shape[1:] and 1 in (*one.shape[:1], *two.shape[:1])
+    return (one.shape == two.shape or shared) and torch.allclose(one.double(), two.double(), 1e-4, 1e-5)
+
+
 def differing(one: dict[str, Any], two: dict[str, Any], but: set[str]) -> list[str]:
     """Return the names of arguments that are not close."""
     names = []
     for name in (one.keys() | two.keys()) - but:
         left, right = (pytree.tree_flatten(call.get(name)) for call in (one, two))
         same = left[1] == right[1] and all(
-            (a.shape == b.shape and torch.allclose(a.double(), b.double(), 1e-4, 1e-5)) if isinstance(a, Tensor) else a == b
+            is_same(a, b) if isinstance(a, Tensor) else a == b
             for a, b in zip(left[0], right[0], strict=True)
         )
         names += [] if same else [name]
@@ -250,6 +256,8 @@ def check_batch(pipe: Any, observation: Observation, calls: list[dict[str, Any]]
     zeros = [observation.to_input(torch.zeros(observation.shape), c[observation.noisy]) for c in (conditions[0], again)]
     if off(*zeros) > CLOSE:
         return {"unlike": "it adds noise to its picture, and draws other noise for two than for one"}
+    if drawn := differing(conditions[0], again, {observation.noisy}):
+        return {"unlike": f"it draws {', '.join(drawn)} anew, and others for two than for one"}
     if batching.form(conditions[0]) != batching.form(conditions[1]):
         return {"unlike": "the two have other forms"}
     result: dict[str, Any] = {"input": 0.0, "prediction": 0.0}
