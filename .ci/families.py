@@ -70,7 +70,7 @@ def make_page(name: str) -> tuple[str, str]:
         text, traced = list_recipes()[recipe].read_text("utf-8"), full_size.trace_recipe(recipe)
         about, *comments = (line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
         parts += [
-            f"## Train {recipe}",
+            f"## Train {recipe}: {about.split()[0]}",
             f"{about}. {' '.join(line for line in comments if line and not line.startswith('fxplug'))}",
             "<!-- not run: the model is not here -->\n```console\n"
             + "\n".join(f"$ {line}" for line in comments if line.startswith("fxplug")) + "\n```",

@@ -20,7 +20,7 @@ QUESTIONS = {
     "quantization int8 4bit": ["faq#Quantization: QLoRA, int8, fp8", "guides/exports#Quantised bases (quantization)"],
     "QLoRA": ["faq#Quantization: QLoRA, int8, fp8"],
     "fp8 model": ["faq#Quantization: QLoRA, int8, fp8"],
-    "resume training after a crash": ["guides/training#Resume a run"],
+    "resume training after a crash": ["guides/training#Resume training after a crash"],
     "gradient checkpointing": ["faq#Gradient checkpointing"],
     "merge lora into weights": ["faq#Merge, fuse or bake a LoRA into the weights"],
     "bake lora into checkpoint": ["faq#Merge, fuse or bake a LoRA into the weights"],
@@ -30,8 +30,8 @@ QUESTIONS = {
     "network_dim network_alpha": ["faq#network_dim, network_alpha and other names of kohya"],
     "modules_to_save": ["faq#modules_to_save: train the head too"],
     "print_trainable_parameters": ["faq#print_trainable_parameters: what trains"],
-    "unmatched keys": ["troubleshooting#A file does not fit: unmatched keys"],
-    "lora keys not loaded": ["troubleshooting#A file does not fit: unmatched keys", "guides/adapters#ComfyUI"],
+    "unmatched keys": ["troubleshooting#Unmatched keys, LoRA keys not loaded"],
+    "lora keys not loaded": ["troubleshooting#Unmatched keys, LoRA keys not loaded", "guides/adapters#ComfyUI"],
     "multi-GPU training": ["guides/training#Train on several devices (multi-GPU)"],
     "pytorch Lightning": ["guides/other-trainers#Lightning"],
     "accelerate": ["guides/other-trainers#accelerate"],
@@ -54,7 +54,7 @@ QUESTIONS = {
     "train several loras at once": ["guides/training#Train many adapters at once"],
     "export onnx": ["guides/exports#Export to ONNX"],
     "push to huggingface hub": ["guides/hub#The Hugging Face Hub"],
-    "train sdxl lora": ["families/sdxl#Stable Diffusion XL (SDXL)", "families/sdxl#Train sdxl"],
+    "train sdxl lora": ["families/sdxl#Stable Diffusion XL (SDXL)", "families/sdxl#Train sdxl: LoRA"],
 }  # fmt: skip
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -14,6 +16,7 @@ import browser
 import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
+from test_docs_search import QUESTIONS
 
 ROOT = Path(__file__).parents[1]
 MISSING = not all(importlib.util.find_spec(name) for name in ("mkdocs", "material", "mkdocstrings", "mkdocs_jupyter"))
@@ -92,6 +95,17 @@ def test_the_search_finds_without_a_server(site, driver):
     driver.find_element(By.CSS_SELECTOR, "input.md-search__input").send_keys("GuardError")
     results = WebDriverWait(driver, 20).until(lambda d: d.find_elements(By.CSS_SELECTOR, ".md-search-result__link"))
     assert any("errors.html" in result.get_attribute("href") for result in results)
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="runs the site's search worker in node")
+def test_the_search_of_the_site_answers_the_questions(site):
+    """Among the first three sections by the score of the site's own worker is one that answers."""
+    command = ["node", str(ROOT / "tests/site_search.js"), str(site), json.dumps([*QUESTIONS, "xyzzyqux"])]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = {question: [html.unescape(name) for name in names] for question, names in json.loads(done.stdout).items()}
+    assert found.pop("xyzzyqux") == []
+    assert {q: names[:3] for q, names in found.items() if not set(names[:3]) & set(QUESTIONS[q])} == {}
 
 
 def test_a_build_with_faults_fails_and_names_each(tmp_path):
