@@ -16,6 +16,7 @@ from ..core.torch_internals.tensors import FakeTensor
 from .banks import Bank, is_finite
 from .loading import check_samples
 
+TABLE = ("weights", "entries", "which")  # what a choice writes of a table
 Row = dict[str, float]  # of one sample: the weight of each adapter that takes part
 
 
@@ -32,6 +33,9 @@ class Slots(Protocol):
 
     def tensor(self, name: str) -> Tensor:
         """Return a parameter or buffer by name."""
+
+    def there(self, name: str) -> Tensor | None:
+        """Return a parameter or buffer, if there is one of that name."""
 
     def names_of(self, p: str) -> list[str]:
         """Return the name of the adapter in each slot of a pass."""
@@ -65,7 +69,7 @@ class Rows:
     def __repr__(self) -> str:
         return f"Rows({cut(repr(self.rows[0] if self.single else self.rows), LONGEST)})"
 
-    def tables(self) -> dict[str, tuple[Tensor, int]]:
+    def tables(self) -> dict[str, tuple[Tensor, int, Tensor | None]]:
         """Return the tables as `make_tables` does, with the slots that the adapters have now. Raises SpecError as it does, and
         for an adapter that is gone."""
         state = self._read_state()
@@ -94,18 +98,35 @@ class Rows:
 
     @without_watchers
     def write(self, lock: StateLock) -> None:
-        """Write it into the tables of the passes that have this lock. Raises SpecError for an adapter that was unloaded."""
+        """Write them into the tables of the passes that have this lock, as calls in a block of `using` do.
+
+        Args:
+            lock: Of the tables.
+
+        Raises:
+            SpecError: For an adapter that was unloaded.
+        """
         tables = self.tables()
         for name, tensor in self._tensors(lock).items():
-            table, entries = tables[name.removesuffix(".gates.table.weights").removesuffix(".gates.table.entries")]
-            if name.endswith(".entries"):
+            p, _, key = name.rpartition(".gates.table.")
+            table, entries, which = tables[p]
+            if key == "entries":
                 tensor.fill_(entries)
             else:
-                (tensor if self.single else tensor[: len(table)]).copy_(table)
+                value = table if key == "weights" else which
+                assert value is not None
+                (tensor if self.single else tensor[: len(value)]).copy_(value)
 
     @without_watchers
     def backup(self, lock: StateLock) -> Callable[[], None]:
-        """Return a function that restores the present values of these tables."""
+        """Read the present values of these tables.
+
+        Args:
+            lock: Of the tables.
+
+        Returns:
+            A function that puts them back.
+        """
         before = {name: (tensor, tensor.clone()) for name, tensor in self._tensors(lock).items()}
 
         @without_watchers
@@ -119,9 +140,9 @@ class Rows:
 
     def _tensors(self, lock: StateLock) -> dict[str, Tensor]:
         """Return the tables with this lock, by name, without the fake ones that exist while the module is traced."""
-        names = [f"{p}.gates.table.{name}" for p in self.adapters.passes_of(lock) for name in ("weights", "entries")]
-        tensors = {name: self.adapters.tensor(name) for name in names}
-        return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, FakeTensor)}
+        names = [f"{p}.gates.table.{name}" for p in self.adapters.passes_of(lock) for name in TABLE]
+        tensors = {name: self.adapters.there(name) for name in names}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None and not isinstance(tensor, FakeTensor)}
 
 
 def read_rows(adapters: Slots, what: Any) -> tuple[list[Row], bool]:
@@ -143,24 +164,35 @@ def read_rows(adapters: Slots, what: Any) -> tuple[list[Row], bool]:
     return [read_row(known, entry, i) for i, entry in _entries(what)], False
 
 
-def make_tables(adapters: Slots, rows: list[Row], single: bool) -> dict[str, tuple[Tensor, int]]:
+def make_tables(adapters: Slots, rows: list[Row], single: bool) -> dict[str, tuple[Tensor, int, Tensor | None]]:
     """Make the table of each pass from such rows.
 
     Returns:
-        By pass: weights (rows, slots) in the dtype and on the device of its slots, and the number of entries, 0 if `single`.
+        By pass: weights (rows, slots) in the dtype and on the device of its slots, the number of entries, 0 if `single`, and
+            with `per_sample` the slots that each row takes.
 
     Raises:
         SpecError: For more rows than there is room for, a weight out of range for the dtype, and samples that differ in
             adapters which change the weight itself.
     """
-    made: dict[str, tuple[Tensor, int]] = {}
+    made: dict[str, tuple[Tensor, int, Tensor | None]] = {}
     for p in adapters.banks:
         weights = check_values(adapters.tensor(f"{p}.gates.table.weights"))
         names = adapters.names_of(p)
         if not single and len(rows) > weights.shape[0]:
             raise SpecError(f"a batch can have entries for at most {weights.shape[0]} samples, not {len(rows)}")
         table = torch.tensor([[row.get(name, 0.0) if name else 0.0 for name in names] for row in rows])
-        made[p] = table.to(weights.device, weights.dtype), 0 if single else len(rows)
+        which = adapters.there(f"{p}.gates.table.which")
+        if which is not None:
+            most, found = which.shape[1], (table != 0).sum(1)
+            if (found > most).any():
+                where = "" if single else f"sample {int(found.argmax())}: "
+                raise SpecError(
+                    f"{where}{int(found.max())} adapters, and '{p}' has room for {most} in a sample: use fewer, or apply the "
+                    f"pass with per_sample={int(found.max())}"
+                )
+            which = choose_slots(table, names, most).to(which.device)
+        made[p] = table.to(weights.device, weights.dtype), 0 if single else len(rows), which
         if not made[p][0].isfinite().all():
             raise SpecError(f"a weight is out of range for {weights.dtype}, the dtype of the slots of '{p}'")
         mapping = next((bank for bank in adapters.banks[p] if bank.maps), None)
@@ -180,6 +212,16 @@ def check_name_known(name: Any, known: Collection[str]) -> str:
         listed = f"; there are {', '.join(known)}" if known else "; none is loaded yet"
         raise SpecError(f"no adapter {name!r}{did_you_mean(str(name), known)}{listed}")
     return str(name)
+
+
+def choose_slots(weights: Tensor, names: list[str], most: int) -> Tensor:
+    """Return the slots that each row of weights (rows, slots) takes, int64 (rows, most): in the order of their names, as bits
+    depend on an order, then the last slot, which holds zeros."""
+    order = torch.empty(len(names), dtype=torch.int64)
+    order[torch.tensor(sorted(range(len(names)), key=names.__getitem__))] = torch.arange(len(names))
+    taken = weights.cpu() != 0
+    which = torch.where(taken, order, len(names)).argsort(dim=1, stable=True)[:, :most]
+    return torch.where(taken.gather(1, which), which, len(names) - 1).to(weights.device)
 
 
 def read_row(known: Collection[str], entry: Any, sample: int | None = None) -> Row:

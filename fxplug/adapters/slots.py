@@ -137,7 +137,8 @@ class Adapters(SlotState):
     @property
     def slots(self) -> int:
         """Number of adapters that fit."""
-        return max(self.tensor(f"{p}.gates.table.names").shape[0] for p in self.banks)
+        sizes = {p: self.tensor(f"{p}.gates.table.names").shape[0] for p in self.banks}
+        return max(size - (self.there(f"{p}.gates.table.which") is not None) for p, size in sizes.items())
 
     @property
     def active(self) -> dict[str, float] | list[dict[str, float]]:
@@ -406,10 +407,13 @@ class Adapters(SlotState):
             raise SpecError("use(...) is not allowed inside a block of adapters.using(...): call it before or after that block")
         with self._changing() as write:
             rows = self._rows(what)
-            for p, (table, entries) in rows.tables().items():
+            for p, (table, entries, which) in rows.tables().items():
                 weights = self._table(p, "weights")
                 write(weights if rows.single else weights[: len(table)], table)
                 write(self._table(p, "entries"), entries)
+                if which is not None:
+                    target = self._table(p, "which")
+                    write(target if rows.single else target[: len(which)], which)
 
     @contextmanager
     def using(self, what: str | Weights | Sequence[Any] | Rows | Tensor | None) -> Iterator[None]:

@@ -18,7 +18,7 @@ from ..core.locks import check_change, fill_lock, read_lock, write_lock
 from ..core.torch_internals.tensors import version
 from .banks import Bank, check_name
 from .files import Fit
-from .rows import Slots
+from .rows import Slots, choose_slots
 
 Write = Callable[[Tensor, Any], Any]  # puts a number or a tensor into a tensor of the slots
 _reserving = threading.Lock()  # for moments, while somebody looks for a free slot
@@ -144,6 +144,7 @@ class SlotState(Slots):
 
     def _free(self, p: str, name: str) -> int:
         names = self.names_of(p)
+        names = names if self.there(f"{p}.gates.table.which") is None else names[:-1]  # the last holds zeros
         filling = set().union(*(lock.filling for lock in self.locks if p in self.passes_of(lock)))
         wanted = name if name in names else ""
         found = next((slot for slot, one in enumerate(names) if one == wanted and (one or slot not in filling)), None)
@@ -219,7 +220,7 @@ class SlotState(Slots):
                 with self._changing() as change:
                     self._check_new(ready.name, False)
                     self._publish(ready.name, slots, {}, change)
-            except BaseException:
+            except BaseException:  # an interrupt, too: all is put back
                 self._bring_back(instead or "", freed, {}, before)
                 raise
             finally:
@@ -252,12 +253,16 @@ class SlotState(Slots):
             table = self._table(p, "names")
             raw = list(name.encode().ljust(table.shape[1], b"\0"))
             write(table[slot], torch.tensor(raw, dtype=torch.uint8))
+            if used and (which := self.there(f"{p}.gates.table.which")) is not None:
+                write(which, choose_slots(self._table(p, "weights"), self.names_of(p), which.shape[1]))
 
     def _unname(self, slots: Mapping[str, int], write: Write) -> None:
         """Take the names from slots, and the slots from all rows."""
         for p, slot in slots.items():
             write(self._table(p, "weights")[:, slot], 0)
             write(self._table(p, "names")[slot], 0)
+            if (which := self.there(f"{p}.gates.table.which")) is not None:
+                write(which, torch.where(which == slot, self._table(p, "names").shape[0] - 1, which))
 
     def _unload(self, name: str) -> None:
         """Free an adapter's slots: names and tables while nobody calls, what lay in them after that."""
@@ -277,7 +282,7 @@ class SlotState(Slots):
                     self._unname(slots, change)
                 for p, slot in slots.items():
                     self._empty(p, slot, partial(_write, before))
-            except BaseException:
+            except BaseException:  # an interrupt, too: all is put back
                 self._bring_back(name, slots, used, before)
                 raise
             finally:

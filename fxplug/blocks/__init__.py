@@ -14,6 +14,7 @@ _FILES = {
     "bottleneck": ["Adapter"],
     "control": ["Add", "Gate"],
     "freeu": ["FreeU"],
+    "gathered": ["GatheredLora"],
     "head": ["Head"],
     "image_attention": ["ImageAttention", "as_tokens"],
     "loha": ["Loha"],

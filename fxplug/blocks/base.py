@@ -162,6 +162,7 @@ class Block(nn.Module):
     neutral: ClassVar[bool] = False
     hands_on: ClassVar[bool] = False
     update_kind: ClassVar[UpdateKind | None] = None
+    by_sample: ClassVar[str] = ""  # the block that does the same with `per_sample`, beside its layer
 
     # classmethod (site, **options) -> Block: the options that a rule may give are its named arguments
     at: Any = classmethod(lambda cls, site, **options: cls(**options))
@@ -349,26 +350,33 @@ class Table(SampleTable, Block):
 
     `weights`, float32 (ROWS, slots), says how much of each slot each sample takes; all rows are equal where the whole batch
     takes the same. `entries`, int64, is the number of samples whose rows were given one by one, 0 for a whole batch. `names`,
-    uint8 (slots, NAME), holds the adapters' names as UTF-8; a slot without a name is free.
+    uint8 (slots, NAME), holds the adapters' names as UTF-8; a slot without a name is free. With `per_sample`, `which`, int64
+    (ROWS, per_sample), has the slots that each sample takes, and the last slot, which holds zeros and has no name, where it
+    takes fewer.
     """
 
     neutral = True
     weights: Tensor
     entries: Tensor
     names: Tensor
+    which: Tensor
 
-    def __init__(self, slots: int, rank: int, others: Sequence[int] = ()) -> None:
-        """Create the table; `others` are ranks of further banks, which have their own rows."""
+    def __init__(self, slots: int, rank: int, others: Sequence[int] = (), per_sample: int = 0) -> None:
+        """Create the table; `others` are ranks of further banks, which have their own rows. With `per_sample` one of the slots
+        is for zeros."""
         super().__init__()
-        self.slots, self.rank, self.others = slots, rank, list(others)
+        self.slots, self.rank, self.others, self.per_sample = slots, rank, list(others), per_sample
         self.state_lock = StateLock()  # shells share it as they share the tensors, and a copy has its own
         self.register_buffer("weights", torch.zeros(ROWS, slots, dtype=torch.float32))
         self.register_buffer("entries", torch.zeros((), dtype=torch.int64))
         self.register_buffer("names", torch.zeros(slots, NAME, dtype=torch.uint8))
+        if per_sample:
+            self.register_buffer("which", torch.full((ROWS, per_sample), slots - 1, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return (batch, slots * rank), each slot's weight for each of its inner channels, and (slots,), the weights that all
-        samples share; then the first for each of the other ranks.
+        samples share; then the first for each of the other ranks. With `per_sample` they are (batch, per_sample), the weights
+        of the slots that each sample takes, (slots,), and (batch, per_sample), these slots.
 
         x has the samples in its first dimension. The second result is NaN if samples differ. If entries were given for another
         number of samples, a call raises SpecError before this; in a program that is compiled around the module a CPU raises
@@ -383,6 +391,9 @@ class Table(SampleTable, Block):
             assert_later(fits, "adapters.use has one entry per sample, and the batch has another size")
         rows = torch.where(fits, rows, torch.nan)
         uniform = torch.where((rows == self.weights[0]).all(), self.weights[0].float(), torch.nan)
+        if self.per_sample:
+            which = self.which[torch.arange(batch, device=self.weights.device).clamp(max=ROWS - 1)]
+            return rows.gather(1, which), uniform, which
         return rows.repeat_interleave(self.rank, 1), uniform, *(rows.repeat_interleave(rank, 1) for rank in self.others)
 
     def count_entries(self) -> int:
@@ -405,14 +416,14 @@ leave_frame(read_count.__code__)
 class Gates(nn.Module):
     """The table of a pass's slots, as a network of the pass: what it gives goes to each of the pass's blocks."""
 
-    def __init__(self, slots: int, rank: int, others: Sequence[int] = ()) -> None:
+    def __init__(self, slots: int, rank: int, others: Sequence[int] = (), per_sample: int = 0) -> None:
         super().__init__()
-        self.table = Table(slots, rank, others)
+        self.table = Table(slots, rank, others, per_sample)
 
     @classmethod
-    def of(cls, model: Any, slots: int, rank: int, others: Sequence[int] = ()) -> Gates:
+    def of(cls, model: Any, slots: int, rank: int, others: Sequence[int] = (), per_sample: int = 0) -> Gates:
         """Make the gates of a model's banks with so many slots, of this rank, or of one of the others."""
-        return cls(slots, rank, others)
+        return cls(slots, rank, others, per_sample)
 
     def forward(self, x: Tensor) -> Any:
         return self.table(x)

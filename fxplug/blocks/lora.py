@@ -51,6 +51,8 @@ class Lora(LowRank):
         ranked=("up",),
     )
 
+    by_sample = "fxplug.blocks:GatheredLora"
+
     def __init__(
         self,
         kind: str,

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.capture.isolation import get_random_state, is_same_random_state, set_random_state
 from ..core.errors import TrainError
 from ..core.torch_internals.modules import tree_leaves
-from .adapter_modules import Rows
+from .adapter_modules import SampleRows
 from .shared_pass import SharedCall, SharedPass, group_calls
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _describe(value: Any) -> str:
 
 
 def check_by_sample(
-    shared: SharedPass, rows: Rows, calls: Sequence[tuple[int, SharedCall, Trainer]], names: Sequence[str]
+    shared: SharedPass, rows: SampleRows, calls: Sequence[tuple[int, SharedCall, Trainer]], names: Sequence[str]
 ) -> None:
     """Raise TrainError for a base that draws random numbers, or in which samples meet, by trying: two adapters together must be
     each alone. Blocks get some noise meanwhile."""
@@ -76,7 +76,7 @@ def check_by_sample(
         )
 
 
-def _try_pass(shared: SharedPass, rows: Rows, calls: list[tuple[int, SharedCall]]) -> list[Any]:
+def _try_pass(shared: SharedPass, rows: SampleRows, calls: list[tuple[int, SharedCall]]) -> list[Any]:
     tried = [(index, SharedCall(call.leaves, call.spec, False)) for index, call in calls]
     shared.forward(tried)
     return [call.result for _, call in tried]

@@ -240,7 +240,7 @@ class RandomState:
 
 
 @dataclass
-class Rows:
+class SampleRows:
     """Whose the rows of the batch at hand are: `parts` has the number of an adapter and of its samples, one after the other."""
 
     drawings: list[RandomState] = field(default_factory=list)
@@ -276,7 +276,7 @@ class AdapterBlocks(nn.Module):
     def __init__(
         self,
         name: str,
-        rows: Rows,
+        rows: SampleRows,
         blocks: Sequence[nn.Module | None],
         dim: int = 0,
         function: Any = None,
@@ -360,7 +360,10 @@ def may_draw(block: nn.Module) -> bool:
 
 
 def join_adapters(
-    module: TracedModule, adapters: Sequence[TracedModule], rows: Rows, makers: Sequence[Callable[[TracedModule], TracedModule]]
+    module: TracedModule,
+    adapters: Sequence[TracedModule],
+    rows: SampleRows,
+    makers: Sequence[Callable[[TracedModule], TracedModule]],
 ) -> TracedModule:
     """Return one module for the samples of several adapters.
 
@@ -407,12 +410,12 @@ def join_adapters(
 
 
 def _rejoin_adapters(
-    module: TracedModule, rows: Rows, makers: Sequence[Callable[[TracedModule], TracedModule]]
+    module: TracedModule, rows: SampleRows, makers: Sequence[Callable[[TracedModule], TracedModule]]
 ) -> TracedModule:
     return join_adapters(module, [make(module) for make in makers], rows, makers)
 
 
-def _call_by_rows(tree: nn.Module, graph: fx.Graph, name: str, blocks: Sequence[nn.Module | None], rows: Rows) -> None:
+def _call_by_rows(tree: nn.Module, graph: fx.Graph, name: str, blocks: Sequence[nn.Module | None], rows: SampleRows) -> None:
     """Let what reads a block's parameter be called for each adapter's rows with that adapter's own."""
     for node in [node for node in graph.find_nodes(op="call_module") if node.target == name]:
         for number, user in enumerate(list(node.users)):

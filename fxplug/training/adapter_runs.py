@@ -20,7 +20,7 @@ from ..core.errors import FxplugError, SpecError, TrainError, prefix_path
 from ..core.ir.traced_module import TracedModule
 from .adapter_check import check_alike, check_by_sample
 from .adapter_files import load_into_slots, write_adapter_files
-from .adapter_modules import OPTIONS, RandomState, Rows, join_adapters, list_adapter_passes, make_adapter_module
+from .adapter_modules import OPTIONS, RandomState, SampleRows, join_adapters, list_adapter_passes, make_adapter_module
 from .adapter_run import AdapterRun
 from .adapter_settings import PATH, check_adapter_settings, make_adapter_settings, read_adapters
 from .adapter_state import AdapterStates
@@ -127,7 +127,7 @@ class AdapterRuns:
                 raise TrainError(f"adapter '{one.name}': {error}") from error
             modules.append(made)
             self.runs.append(AdapterRun(one.name, index, trainer))
-        self.rows = Rows(drawings=[RandomState() for _ in self.runs])
+        self.rows = SampleRows(drawings=[RandomState() for _ in self.runs])
         self.joint = join_adapters(module, modules, self.rows, makers)
         set_mode(self.joint, self.joint, settings.mode)
         self.shared = SharedPass(self.joint, self.rows, self.runs[0].trainer.accelerator.autocast)

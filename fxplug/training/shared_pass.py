@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..core.capture.isolation import get_random_state, set_random_state
 from ..core.errors import GuardError, TrainError
 from ..core.torch_internals.modules import tree_flatten, tree_unflatten
-from .adapter_modules import RandomState, Rows
+from .adapter_modules import RandomState, SampleRows
 
 
 class ThreadEnd(BaseException):
@@ -142,7 +142,7 @@ class SharedModule(nn.Module):
 class SharedPass:
     """Runs `module`, which `join_adapters` made, for the calls of several adapters at once."""
 
-    def __init__(self, module: nn.Module, rows: Rows, autocast: Callable[[], Any]) -> None:
+    def __init__(self, module: nn.Module, rows: SampleRows, autocast: Callable[[], Any]) -> None:
         self.module, self.rows, self.autocast = module, rows, autocast
         self._done: list[tuple[list[Any], list[tuple[SharedCall, int]]]] = []  # results of passes that wait for gradients
 

@@ -22,6 +22,7 @@ from ..ir.graph import Graph, copy_graph, insert
 from ..ir.regions import Regions, expand_ports, find_input, find_source, list_member_ports
 from ..ir.traced_module import TracedModule, strip_to_container
 from ..spec.addresses import WHOLE, Port, is_pattern, parse_port, select
+from ..spec.pass_file import import_target
 from ..spec.rules import GATES, Pass
 from .graft import Graft, find_last_input, trace_module
 from .sites import expand_address, get_own_inputs, name_input
@@ -85,6 +86,8 @@ def _with_gates(gm: TracedModule, p: Pass) -> Pass:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             raise SpecError(f"{p.name}: rank_max must be a whole number, 1 or more, not {quote(rank)}", where=p.where)
     beside = [rank for rank, rule in zip(of, p.rules, strict=True) if rule.place != "param"]  # others read no rows
+    if p.per_sample:
+        return _by_sample(gm, p)
     first, *others = dict.fromkeys(beside or of[:1])
     results = {first: 0, **{rank: 2 + n for n, rank in enumerate(others)}}  # which result of `Table` has the rows of a rank
     options = {"slots": p.slots, "rank": first, **({"others": others} if others else {})}
@@ -93,6 +96,29 @@ def _with_gates(gm: TracedModule, p: Pass) -> Pass:
     for rank, rule in zip(of, p.rules, strict=True):
         part = 1 if rule.place == "param" else results[rank]
         rules.append(replace(rule, args=(*rule.args, f"{GATES}:out[{part}]")))
+    return replace(p, networks={**p.networks, GATES: gates}, rules=rules)
+
+
+def _by_sample(gm: TracedModule, p: Pass) -> Pass:
+    """Give a pass with `per_sample` its gates, and its rules the blocks that gather the factors of each sample.
+
+    Raises SpecError for a rule whose block has none.
+    """
+    options = {"slots": p.slots + 1, "rank": 1, "per_sample": p.per_sample}
+    gates = {"use": "fxplug.blocks:Gates.of", "options": options, "args": [_samples(gm, p)], "neutral": True}
+    rules = []
+    for rule in p.rules:
+        block = rule.use if isinstance(rule.use, type) or rule.use is None else import_target(rule.use, rule.where)
+        if not (other := getattr(block, "by_sample", "")):
+            name = getattr(block, "__name__", "a rule without a block")
+            raise SpecError(
+                f"{p.name}: per_sample is for adapters beside their layers, as in the pass lora, and {name} has none by "
+                "sample: leave per_sample out",
+                where=p.where,
+            )
+        args = ("x", "y", f"{GATES}:out[0]", f"{GATES}:out[2]")
+        made = {**rule.options, "per_sample": p.per_sample}
+        rules.append(replace(rule, use=other, place="after", args=args, options=made))
     return replace(p, networks={**p.networks, GATES: gates}, rules=rules)
 
 

@@ -188,7 +188,7 @@ class Pass:
     first part of their keys. `expect` is how many places all its rules together must find, as a rule's own; None leaves
     that to the rules. With `slots` its blocks are banks for that many adapters, which come and go without a new graph;
     `samples` names the input of the model in whose first dimension the samples are that choose among them, `t` or `x[0]`; None
-    is the first that is a tensor.
+    is the first that is a tensor. With `per_sample` a sample takes so many of them at most, and its cost is that of these.
 
     Extensions have subclasses, with further fields. One that is `made_for_model` gets its rules, and the values of its blocks,
     when it meets a model; all of one that `goes_last` are applied together by `finish`, after the other passes of a run.
@@ -210,6 +210,7 @@ class Pass:
     samples: str | None = None
     expect: str | int | None = None
     numerics: str | None = None
+    per_sample: int = 0
 
     made_for_model: ClassVar[bool] = False
     goes_last: ClassVar[bool] = False
@@ -227,6 +228,10 @@ class Pass:
             raise SpecError(found, path=("samples",))
         if self.samples is not None and not self.slots:
             raise SpecError("requires 'slots': it names the input whose samples choose among them", path=("samples",))
+        most = self.per_sample
+        if not isinstance(most, int) or isinstance(most, bool) or not 0 <= most <= max(self.slots, 0):
+            found = f"must be a whole number from 1 to 'slots', {self.slots}, or 0, not {quote_yaml(most)}"
+            raise SpecError(found, path=("per_sample",))
         check_numerics(self.numerics)
         if self.expect is not None:
             _set(self, expect="".join(map(str, _check_expect(self.expect))))
