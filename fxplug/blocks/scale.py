@@ -88,7 +88,8 @@ class Scale(Block):
     def forward(self, y: Tensor, rows: Tensor | None = None) -> Tensor:
         if rows is not None:
             return self.banked(y, rows)
-        return y * align_to_dim(self.weight, y, self.dim)
+        made = y * align_to_dim(self.weight, y, self.dim)
+        return made if made.dtype == y.dtype else made.to(y.dtype)  # of gates that train in a wider dtype than the model's
 
     def banked(self, y: Tensor, rows: Tensor) -> Tensor:
         """Return y times the gates of the slots that each sample takes. In eager code on a CPU only slots in use cost time."""
