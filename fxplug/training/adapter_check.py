@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 NOISE = 0.1  # the deviation of what is added to blocks for a moment: new ones change nothing, and a mistake would not show
+SAMPLES = 2  # of each adapter that are tried: a batch norm takes no single value, and more would cost as much as a step
 FAR = {torch.float64: 1e-6, torch.float32: 1e-3}  # of the largest number of a result; in other dtypes 5e-2
 
 
@@ -77,7 +78,7 @@ def check_by_sample(
 
 
 def _try_pass(shared: SharedPass, rows: SampleRows, calls: list[tuple[int, SharedCall]]) -> list[Any]:
-    tried = [(index, SharedCall(call.leaves, call.spec, False)) for index, call in calls]
+    tried = [(index, call.cut(SAMPLES)) for index, call in calls]
     shared.forward(tried)
     return [call.result for _, call in tried]
 

@@ -101,6 +101,12 @@ class SharedCall:
         """Number of samples: the first size of the first tensor."""
         return next((len(leaf) for leaf in self.leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
+    def cut(self, count: int) -> SharedCall:
+        """Return a call without gradients with the first samples of this one, at most `count`."""
+        size = self.size
+        leaves = [leaf[:count] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size else leaf for leaf in self.leaves]
+        return SharedCall(leaves, self.spec, False)
+
     def describe(self) -> list[Any]:
         """Describe what must be equal in two calls that are made one, by leaf."""
         found: list[Any] = [str(self.spec)]
