@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -93,7 +94,7 @@ class Subject:
         self.hoisted = fxplug.lower(gm, hoist=self.groups, **options)
         self.plain = self.hoisted.module
         _, kwargs, args = record_call(name)
-        signature = self.hoisted._signature.bind(*args, **kwargs)
+        signature = inspect.signature(self.hoisted.forward).bind(*args, **kwargs)
         self.inputs = dict(signature.arguments)
         self.prompts = [self.draw_conditions() for _ in range(2)]
         self.changes = [getattr(self, name) for name in dir(type(self)) if name.startswith("change_")]

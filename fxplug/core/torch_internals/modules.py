@@ -37,13 +37,12 @@ from .tensors import DisableTorchDispatch, DisableTorchFunction
 
 __all__ = [
     "BatchNorm", "CASTING", "COMPILED", "CONTEXT_VARIABLES", "ConvNd", "DecoratorContextManager", "DropoutNd", "GLOBAL_HOOKS",
-    "InstanceNorm", "NormBase", "TABLES", "WEIGHT_LISTS", "admit_hooks", "as_listened", "autocast_settings",
-    "backward_hooks", "break_graph", "call_uncompiled", "call_with_hooks", "conv_forward", "enter_autocast",
-    "exit_autocast", "forward_hooks", "get_modes", "is_compiling", "is_erased", "is_hooked", "is_listening",
-    "is_refusing_hooks", "keep_floats_constant", "leave_frame", "leave_module", "list_weights", "qualified_name",
-    "refuse_hooks", "replace_forward", "set_grad_enabled", "set_modes", "tree_flatten", "tree_leaves", "tree_map",
-    "tree_map_only", "tree_structure", "tree_unflatten", "treespec_dumps", "treespec_loads", "without_compiler",
-    "without_watchers",
+    "InstanceNorm", "NormBase", "TABLES", "WEIGHT_LISTS", "admit_hooks", "as_listened", "autocast_settings", "backward_hooks",
+    "break_graph", "call_uncompiled", "call_with_hooks", "conv_forward", "enter_autocast", "exit_autocast", "forward_hooks",
+    "get_modes", "is_compiling", "is_erased", "is_hooked", "is_listening", "is_refusing_hooks", "keep_floats_constant",
+    "leave_frame", "leave_module", "list_hook_tables", "list_weights", "qualified_name", "refuse_hooks", "replace_forward",
+    "set_grad_enabled", "set_modes", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_structure",
+    "tree_unflatten", "treespec_dumps", "treespec_loads", "without_compiler", "without_watchers",
 ]
 
 # where a module keeps its state; what else `nn.Module()` has are hooks and `training`
@@ -60,6 +59,8 @@ backward_hooks: Callable[[nn.Module], tuple[Any, Any]] = attrgetter("_backward_h
 # where a module keeps what is called around its forward and its backward
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ALL_HOOKS = attrgetter(*_HOOK_TABLES)
+# the dicts of hooks that a module has; they are objects of its own
+list_hook_tables: Callable[[nn.Module], tuple[Any, ...]] = _ALL_HOOKS
 # hooks that all modules of a process have, by the name of the dict in which they are
 GLOBAL_HOOKS = {
     name: value

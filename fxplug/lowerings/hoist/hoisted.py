@@ -31,9 +31,10 @@ from .cut import STEP, HoistStage, StageCut
 from .groups import META, InputGroups
 from .kept import KeepLimits, KeptValues, Values, check_limit
 from .listing import StageRow, format_stages, list_stages
-from .plans import CallForm, CallPlan, copy_memory, fill_times, find_sizes, read_times
-from .sameness import TIME, Call, KnownConditions, WeightStamp, is_observed, make_stamp, read_bytes, read_call
+from .plans import CallBinder, CallForm, CallPlan, copy_memory, fill_times, find_sizes, read_times
+from .sameness import TIME, Call, KnownConditions, is_observed, read_bytes, read_call
 from .schedules import RunSchedule, Times
+from .stamps import WeightWatch
 from .weights import Offload, list_early, list_layers, list_places
 
 FORMS = 64  # of calls (shapes, plain values, modes) that are known at once
@@ -74,7 +75,7 @@ class HoistedModule(Stepped):
         early = [layer for stage in self._cut.stages[:-1] for layer in self._layers[stage.name]]
         self._drawing = list(dict.fromkeys(layer for layer in early if is_random_layer(layer, True)))
         self._tables = [part for part in module.modules() if isinstance(part, Table)]
-        self._signature = get_signature(module)
+        self._binder = CallBinder(get_signature(module))
         self._names = {node.name: str(node.target).lstrip("*") for node in self._cut.inputs}
         self._guard = threading.RLock()
         self._times: Times = ()
@@ -133,7 +134,8 @@ class HoistedModule(Stepped):
             super().reset()
             self._kept = KeptValues()
             self._known = KnownConditions(self.limits.conditions)
-            self._stamps: dict[str, WeightStamp] = {}
+            early = [stage.name for stage in self._cut.stages[:-1]]
+            self._watch = WeightWatch(*({name: of[name] for name in early} for of in (self._places, self._layers)))
             self._forms: OrderedDict[Any, CallForm] = OrderedDict()
             self._slots: tuple[Any, bytes] = (None, b"")
             self._schedule = RunSchedule()
@@ -222,11 +224,10 @@ class HoistedModule(Stepped):
         if has_hooks(module) or module.has_mixed_modes:
             return "a part of it has a hook, or is in another mode"
         try:
-            bound = self._signature.bind(*args, **kwargs)
+            values = self._binder.bind(args, kwargs)
         except TypeError as error:
             return str(error)
-        bound.apply_defaults()
-        call = read_call(dict(bound.arguments), self._by_input)
+        call = read_call(values, self._by_input)
         if call is None:
             return "an input is not a plain tensor, number or text, so that it cannot be compared with that of other calls"
         with self._guard:
@@ -287,16 +288,11 @@ class HoistedModule(Stepped):
 
     def _check_weights(self) -> bool:
         """Drop what was computed from other weights. Returns whether a change of these could be seen."""
-        for stage in self._cut.stages[:-1]:
-            now = make_stamp(self._places[stage.name], self._layers[stage.name])
-            if not now.usable:
-                return False
-            old = self._stamps.get(stage.name)
-            if old is None or not now.is_equal(old):
-                self._stamps[stage.name] = now
-                above = {other.name for other in self._cut.stages if stage.needs <= other.needs}
-                self._kept.drop(lambda key, above=above: key.stage in above)  # type: ignore[misc]
-        return True
+        changed = self._watch.find_changes()
+        for name in changed or ():
+            above = {other.name for other in self._cut.stages if self._stages[name].needs <= other.needs}
+            self._kept.drop(lambda key, above=above: key.stage in above)  # type: ignore[misc]
+        return changed is not None
 
     @compile_graphs_only
     def _fill(self, plans: list[CallPlan]) -> None:
@@ -453,8 +449,7 @@ class HoistedModule(Stepped):
         fresh = self._check_weights()
         move()
         if fresh:
-            for name in self._stamps:
-                self._stamps[name] = make_stamp(self._places[name], self._layers[name])
+            self._watch.renew()
 
     def _apply(self, function: Any, recurse: bool = True) -> HoistedModule:
         away, follows, followed = self._offload, self._follows, self._is_followed

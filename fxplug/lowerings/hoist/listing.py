@@ -16,7 +16,7 @@ from ...core.ir.functions import bind_attention, get_short_name
 from ...core.torch_internals.modules import ConvNd
 from .cut import StageCut
 from .kept import KeptValues
-from .sameness import Place
+from .stamps import Place
 
 PRODUCTS = {"matmul", "bmm", "mm", "addmm", "baddbmm"}  # of two values, by their last arguments
 

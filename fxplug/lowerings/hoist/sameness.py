@@ -9,7 +9,7 @@ A write through `.data` of a weight leaves its version as it was, and is the one
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from ...core.errors import format_fields
 from ...core.ir import ops
 from ...core.ir.containers import list_members
-from ...core.torch_internals.modules import GLOBAL_HOOKS, is_hooked
-from ...core.torch_internals.tensors import is_watched, version
-from .reads import KNOWN
+from ...core.torch_internals.modules import GLOBAL_HOOKS
+from ...core.torch_internals.tensors import is_watched
 
 CONDITIONS, TIME = "conditions", "time"
 NUMBERS = (int, float, complex)
@@ -195,58 +194,3 @@ class KnownConditions:
     def count_bytes(self) -> int:
         """Return the size of the copies."""
         return sum(copy.nbytes for row in self.rows for copy in row.copies)
-
-
-# --- weights
-
-
-@dataclass
-class WeightStamp:
-    """Which tensors and layers a stage reads, where the tensors lie, and how often each was written.
-
-    The objects are held, so that no other can get the identity of one that is gone.
-    """
-
-    objects: list[Any] = field(default_factory=list)
-    numbers: list[tuple[int, int]] = field(default_factory=list)  # address and version of each tensor
-    usable: bool = True  # whether a change would be seen
-
-    def is_equal(self, other: WeightStamp) -> bool:
-        """Return whether nothing has changed."""
-        same = len(self.objects) == len(other.objects) and self.numbers == other.numbers
-        return same and all(map(_is, self.objects, other.objects))
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
-
-
-Place = tuple[dict[str, Any], str]  # a module's table, and the key of the tensor in it
-
-
-def make_stamp(places: Iterable[Place], layers: Iterable[nn.Module]) -> WeightStamp:
-    """Read the state of what a stage reads: tensors by where they stand, and layers with the settings that their code reads."""
-    found = WeightStamp()
-    for table, key in places:
-        for tensor in list_memory(table.get(key)):
-            found.objects.append(tensor)
-            if tensor.is_inference():
-                found.usable = False  # nothing counts how often it is written
-            else:
-                found.numbers.append((tensor.data_ptr(), version(tensor)))
-    for layer in layers:
-        found.objects.append(type(layer))
-        found.objects.extend(vars(layer).values())
-        if is_hooked(layer) or "forward" in vars(layer) or not type(layer).__module__.startswith(KNOWN):
-            found.usable = False
-    return found
-
-
-def list_memory(tensor: Any) -> list[Tensor]:
-    """Return a tensor, or those that one of a class of its own, such as a quantised weight, is made of."""
-    if tensor is None:
-        return []
-    flatten = getattr(tensor, "__tensor_flatten__", None) if type(tensor) not in (Tensor, nn.Parameter) else None
-    if flatten is None:
-        return [tensor]
-    return [inner for name in flatten()[0] for inner in list_memory(getattr(tensor, name))]

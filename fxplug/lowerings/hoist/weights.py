@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...core.torch_internals.tensors import memory_id
 from .cut import HoistStage, StageCut
 from .reads import is_table
-from .sameness import Place
+from .stamps import Place
 
 
 def list_places(cut: StageCut, stage: HoistStage) -> list[Place]:
