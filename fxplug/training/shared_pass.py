@@ -103,8 +103,8 @@ class SharedCall:
 
     def cut(self, count: int) -> SharedCall:
         """Return a call without gradients with the first samples of this one, at most `count`."""
-        size = self.size
-        leaves = [leaf[:count] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size else leaf for leaf in self.leaves]
+        n = self.size
+        leaves = [leaf[:count] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == n else leaf for leaf in self.leaves]
         return SharedCall(leaves, self.spec, False)
 
     def describe(self) -> list[Any]:
