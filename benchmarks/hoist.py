@@ -270,9 +270,11 @@ def measure_family(model: Any, call: dict[str, Any]) -> dict[str, Any]:
             **{key: round(value, 3) for key, value in spent.items()}}  # fmt: skip
 
 
-def copy_of(call: dict[str, Any]) -> dict[str, Any]:
-    """The inputs in new containers, as a call may change lists and dicts."""
-    return map_leaves(call, lambda value, _: value)  # type: ignore[no-any-return]
+def copy_of(value: Any) -> Any:
+    """Inputs in new containers, as a call may change lists and dicts."""
+    if isinstance(value, dict):
+        return {key: copy_of(member) for key, member in value.items()}
+    return [copy_of(member) for member in value] if type(value) is list else value
 
 
 def same(one: Any, other: Any) -> bool:
