@@ -17,7 +17,7 @@ from ..train_section import Buckets
 Size = tuple[int, int]
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """One batch of one process: samples of one group (a bucket, or all there are).
 
     `views` counts how often the epoch has had each before, in whichever process; none where it has each once.
@@ -63,7 +63,7 @@ class Order:
             return len(group)
         return sum(int(self.repeats[i]) for i in group) + round(sum(self.repeats[i] % 1 for i in group))
 
-    def requests(self, epoch: int) -> list[Request]:
+    def requests(self, epoch: int) -> list[BatchRequest]:
         """Return the batches of this process in an epoch, in order."""
         size, requests = self.batch * self.world, []
         for number, members in enumerate(self.groups):
@@ -78,7 +78,7 @@ class Order:
             for at in range(0, used, size):
                 own = self._share(order[at : at + size])
                 seen = [views[i] for i in own] if views is not None else ()
-                requests.append(Request(epoch, number, [group[i] for i in own], seen))
+                requests.append(BatchRequest(epoch, number, [group[i] for i in own], seen))
         if self.shuffle and len(self.groups) > 1:
             requests = [requests[i] for i in self._draw_order(len(requests), epoch, len(self.groups))]
         return [request for request in requests if request.indices]

@@ -18,7 +18,7 @@ from ..plugins import Plugins
 from ..random_draws import mix, preserve_random_state, seed_all
 from ..tasks.task import Task
 from ..train_section import Data
-from .batch_order import Order, Request, Size, assign, list_bucket_sizes
+from .batch_order import BatchRequest, Order, Size, assign, list_bucket_sizes
 from .collation import collate, pair_with_prior
 from .files import Items, name_classes
 from .image_files import COMPOSED, Unreadable
@@ -105,8 +105,8 @@ class Loader(Dataset[Any]):
         named = spec.conditions is not None and ":" in spec.conditions.name
         condition = import_function(spec.conditions, ("data", "conditions")) if named and spec.conditions else None
         self.reader = SampleReader(items, spec, train, hooks, transform, condition)
-        self.turn: tuple[int, list[Request]] | None = None  # the requests of the epoch that was asked for last
-        self._requests, self._composed = list[Request](), False
+        self.turn: tuple[int, list[BatchRequest]] | None = None  # the requests of the epoch that was asked for last
+        self._requests, self._composed = list[BatchRequest](), False
         self._pool: DataLoader[Any] | None = None
 
     @property
@@ -166,7 +166,7 @@ class Loader(Dataset[Any]):
         group = self.groups[number]
         reader = replace(self.reader, train=False, transform=None, hooks=None, skip_decoding=None)
         plain = self._copy(train=False, reader=reader)
-        fetched = plain.fetch(Request(0, number, group), count)
+        fetched = plain.fetch(BatchRequest(0, number, group), count)
         self._count(fetched.skipped)
         if fetched.error is not None:
             raise fetched.error
@@ -240,10 +240,10 @@ class Loader(Dataset[Any]):
         vars(made).update(changed, _pool=None, _requests=[])
         return made
 
-    def __getitem__(self, request: Request) -> Fetched:
+    def __getitem__(self, request: BatchRequest) -> Fetched:
         return self.fetch(request)
 
-    def fetch(self, request: Request, enough: int | None = None) -> Fetched:
+    def fetch(self, request: BatchRequest, enough: int | None = None) -> Fetched:
         """Return the batch of a request; with `enough`, stop after that many samples.
 
         Every sample starts from random numbers seeded with (seed, epoch, index), and further views of it in one epoch with
@@ -277,7 +277,7 @@ class Loader(Dataset[Any]):
             except FxplugError as error:
                 return Fetched(None, skipped, error)
 
-    def _readable(self, index: int, view: int, request: Request, skipped: dict[str, str]) -> dict[str, Any] | None:
+    def _readable(self, index: int, view: int, request: BatchRequest, skipped: dict[str, str]) -> dict[str, Any] | None:
         members = self.groups[request.group]
         for candidate in self._from(index, members) if self.train else (index,):
             # what stands in for another sample is a further view, too
@@ -294,7 +294,7 @@ class Loader(Dataset[Any]):
         return None
 
     def _prior_of(
-        self, prior: Loader, index: int, view: int, request: Request, skipped: dict[str, str]
+        self, prior: Loader, index: int, view: int, request: BatchRequest, skipped: dict[str, str]
     ) -> dict[str, Any] | None:
         """Return the prior image that goes with a sample, in its size: however the samples are divided, the same one."""
         views = math.ceil(max(self.items.repeats)) if self.items.repeats is not None else 1
