@@ -27,7 +27,7 @@ PATHS = {".".join(f.relative_to(PACKAGE).with_suffix("").parts): f for f in sort
 LAYERS = """
     core.errors core.extensions core.locks core.torch_internals core.clock core.reading core.writing core.hub_names
     core.weight_files core.spec core.quantised core.ir core.capture blocks core.rewriter core.artifacts core.verifier
-    config adapters hub step_cache lowerings parallel pipelines exports reporting training compat __main__
+    config adapters hub step_cache lowerings parallel pipelines serving exports reporting training compat __main__
 """.split()
 # what writes a graph: torch.fx's own operations, and attributes of nodes that are set
 EDITS = set("""

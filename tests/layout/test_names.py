@@ -33,7 +33,7 @@ VERBS = set(
     "add admit align allow apply assemble bind block bound break build call change check choose collect compile"
     " complete compute convert copy count cut declare decode decompose describe detach disable divide draw drop encode"
     " erase escape expand explain fill find fit fold forbid format freeze get guard guess has hold import insert is"
-    " join keep leave limit list load locate lock make map match may measure move multiply name need nest note open"
+    " join keep learn leave limit list load locate lock make map match may measure move multiply name need nest note open"
     " parse patch pause place plan pop prefix prepare print put quote raise read rebuild record redirect refuse rename"
     " repeat replace report resolve restore retrace rewire run save select separate set shorten show silence sort"
     " split strip summarize swap switch trace translate trim unwrap update use validate view visit warn wrap write".split()
@@ -46,6 +46,7 @@ VERBS |= set(
 )
 VERBS |= {"as", "with", "without"}  # a changed copy, as `with_suffix` and `as_posix` of pathlib are
 KEPT = {
+    "serving.parked.Cancelled",  # an exception, named as that of concurrent.futures
     "core.errors.did_you_mean",  # the text that it gives
     "core.verifier.Unsupported", "core.rewriter.probe.Unchecked", "core.capture.self_check.ValueNotSaved",  # exceptions
     "core.capture.graph_builder.Recording",  # a noun

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -30,7 +31,7 @@ __all__ = [
     "is_error_of_dynamo", "is_operator", "is_transforming", "is_watched", "lerp_all", "list_fake_attributes",
     "make_fake_tensor", "make_flop_counter", "memory_id", "onednn_linear", "pack_padded_sequence", "pad_packed_sequence",
     "pad_sequence", "schema", "set_gradient_hooks", "set_version", "unset_fake_temporarily", "version", "weight_norm",
-    "wrapper_of",
+    "without_duck_sizes", "wrapper_of",
 ]
 
 # how often a tensor's memory was written; we need that operations in place count, and promise no number. Not in inference mode
@@ -268,3 +269,14 @@ class CallLimit(TorchFunctionMode):
         if self.calls < 0:
             raise self.error
         return func(*args, **(kwargs or {}))
+
+
+def without_duck_sizes(wanted: bool = True) -> AbstractContextManager[Any]:
+    """Compile programs, within a block, in which two sizes that are equal now may differ later; unless not `wanted`, as ever.
+
+    Otherwise a batch of 8 samples and 8 tokens are one symbol, and a batch of 4 is compiled again.
+    """
+    import torch.fx.experimental._config as config  # after the compiler's own modules
+
+    options: Any = config
+    return options.patch(use_duck_shape=False) if wanted else nullcontext()

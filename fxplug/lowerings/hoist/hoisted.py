@@ -135,7 +135,8 @@ class HoistedModule(Stepped):
             self._kept = KeptValues()
             self._known = KnownConditions(self.limits.conditions)
             early = [stage.name for stage in self._cut.stages[:-1]]
-            self._watch = WeightWatch(*({name: of[name] for name in early} for of in (self._places, self._layers)))
+            places = {name: self._places[name] for name in early}
+            self._watch = WeightWatch(places, {name: self._layers[name] for name in early})
             self._forms: OrderedDict[Any, CallForm] = OrderedDict()
             self._slots: tuple[Any, bytes] = (None, b"")
             self._schedule = RunSchedule()

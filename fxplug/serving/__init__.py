@@ -1,0 +1,16 @@
+"""Many requests at once: stock pipelines whose calls of models are made jointly, each sample with adapters of its own."""
+
+from importlib import import_module
+from typing import Any
+
+from ..core.extensions import Extension
+
+EXTENSION = Extension(name="serving", bases=("adapters", "pipelines"))
+NAMES = {"Cancelled": "parked", "Engine": "engine", "QueueFull": "tickets", "Request": "requests", "Ticket": "tickets"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: whoever reads the table of extensions does not wait for torch."""
+    if name not in NAMES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(import_module(f".{NAMES[name]}", __name__), name)

@@ -1,0 +1,430 @@
+"""One engine for many requests of stock pipelines: calls of models that are alike are one call, whoever makes them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import SpecError, did_you_mean, quote
+from ..pipelines.pipeline_model import list_denoisers
+from .checks import check_pipeline, find_scheduler, list_models, read_buckets
+from .forms import CallForms
+from .joint_calls import ModelCaller
+from .learning import LearntKind, classify_request, learn_request
+from .parked import Cancelled, RequestThread, StepCount, copy_pipeline, make_stand_in
+from .requests import Request, get_strengths, make_call
+from .tickets import QueueFull, Ticket
+
+LOG = logging.getLogger("fxplug.serving")
+WAIT = 0.05  # seconds that a step waits, where all that is missing is an adapter that is being read
+ROWS, QUEUE = 16, 64
+
+
+@dataclass(eq=False)
+class ActiveRequest:
+    """A request that is taken in: its thread, its ticket, and what its rows are made with."""
+
+    ticket: Ticket
+    thread: RequestThread
+    pipe: Any
+    count: StepCount
+    rows: int  # of its largest call so far, or of one of its kind
+    lease: Any = None
+    adapters: Mapping[int, frozenset[str]] = field(default_factory=dict)  # the names of those that a model has, by its `id`
+    parked: int = -1  # when it came to the call at which it waits, in calls
+
+    def mixture(self, model: nn.Module) -> dict[str, Any]:
+        """Return the strengths of its adapters in a model, now."""
+        names = self.adapters.get(id(model), ())
+        return {name: value for name, value in get_strengths(self.ticket.request.adapters).items() if name in names}
+
+    @property
+    def steps(self) -> int:
+        """How many steps its scheduler shall make; 0 before that is known."""
+        made = getattr(self.pipe, "num_timesteps", None)
+        if isinstance(made, int):
+            return made
+        steps = getattr(getattr(self.pipe, "scheduler", None), "timesteps", None)
+        return 0 if steps is None or not self.count.steps else len(steps)
+
+
+class Engine:
+    """Many requests at once, each a call of an unmodified pipeline of diffusers, with calls of models that are made jointly.
+
+    Each request runs the pipeline in a thread of its own, one of which runs at a time, with a scheduler of its own. Its calls
+    of models wait until `step` makes one joint call of those that are alike: of one model, with tensors of the same sizes and
+    dtypes and the same other arguments. Requests join and leave at any call. Where a model has slots, each sample has the
+    adapters of its request.
+
+    Which tensors have the samples first is learnt from two short runs of the pipeline for each kind of request, and the first
+    joint call of each form is made apart too and compared; a form that differs is never made jointly, which the log of
+    `fxplug.serving` says. A pipeline that writes into its models while it runs is refused.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        *,
+        also: Mapping[str, Any] | None = None,
+        store: Any = None,
+        rows: int = ROWS,
+        queue: int = QUEUE,
+        buckets: Sequence[int] | None = None,
+        compile: bool = False,
+        models: Sequence[str] | None = None,
+    ) -> None:
+        """Make an engine; the pipelines stay as they are.
+
+        Args:
+            pipe: The pipeline.
+            also: Further pipelines of the same models, such as `from_pipe` makes, by the task that requests name.
+            store: Adapters in files, which are put into slots as requests need them; None for those that are loaded.
+            rows: The most rows of a joint call. Requests are taken in until twice as many wait.
+            queue: The most requests that wait to be taken in.
+            buckets: Row counts up to which calls are padded, so that the bits of a row do not depend on who else is there; None
+                pads none, or with `compile` powers of two.
+            compile: Whether models are called by `torch.compile`.
+            models: Names of the models whose calls are made jointly; None is all but VAEs, whose `decode` waits like a call.
+
+        Raises:
+            SpecError: For what is no pipeline of diffusers, numbers below 1, a bucket below 2, and an unknown model.
+        """
+        self.pipes = {"": pipe, **(also or {})}
+        for task, one in self.pipes.items():
+            check_pipeline(task, one)
+        for name, value in (("rows", rows), ("queue", queue)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise SpecError(f"{name} must be a whole number, 1 or more, not {quote(value)}", path=(name,))
+        self.rows, self.queue, self.store = rows, queue, store
+        self.forms = CallForms()
+        self.models = list_models(self.pipes, models)
+        self.caller = ModelCaller(self.forms, [*self.models.values()], read_buckets(buckets, rows, compile), compile)
+        self.stand_ins = {
+            id(model): make_stand_in(model, ("decode",) if hasattr(model, "decode") else ("__call__",))
+            for model in self.models.values()
+        }
+        self.learnt: dict[Any, LearntKind] = {}
+        self._denoisers = {id(model) for pipe in self.pipes.values() for model in list_denoisers(pipe).values()}
+        self.calls = 0  # joint ones, and those that were made alone
+        self._queued: deque[Ticket] = deque()
+        self._active: list[ActiveRequest] = []
+        self._lock = threading.RLock()  # of a step
+        self._queue_lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._news = threading.Event()
+        self._draining = False
+        self._fault: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"Engine({', '.join(self.models)}; {len(self._queued)} queued, {len(self._active)} running, {self.calls} calls)"
+
+    # --- requests
+
+    def submit(self, request: Request) -> Ticket:
+        """Accept a request. Never waits: its pipeline is called by later steps.
+
+        Args:
+            request: The request.
+
+        Returns:
+            Its ticket.
+
+        Raises:
+            QueueFull: Where as many wait already as the queue holds, and after `drain`.
+            SpecError: For an unknown task, argument, scheduler or adapter, with the nearest name.
+        """
+        if not isinstance(request, Request):
+            raise SpecError(f"a request must be a fxplug.serving.Request, not {quote(request)}")
+        if request.task not in self.pipes:
+            raise SpecError(
+                f"no task {quote(request.task)}{did_you_mean(request.task, self.pipes)}; there are "
+                f"{', '.join(map(repr, self.pipes))}", path=("task",),
+            )  # fmt: skip
+        pipe = self.pipes[request.task]
+        make_call(request, pipe, request.seed)
+        find_scheduler(request.scheduler, pipe)
+        self._check_adapters(request)
+        ticket = Ticket(request, self._step_by_hand)
+        if request.deadline_s is not None:
+            ticket.deadline = time.monotonic() + request.deadline_s
+        with self._queue_lock:
+            if self._fault is not None:
+                raise QueueFull(f"the engine has ended by an error, and takes no more: {self._fault}")
+            if self._draining:
+                raise QueueFull("the engine is being drained, and takes no more")
+            if len(self._queued) >= self.queue:
+                raise QueueFull(f"{len(self._queued)} requests wait already: the queue holds {self.queue}")
+            self._queued.append(ticket)
+        self._news.set()
+        return ticket
+
+    def _check_adapters(self, request: Request) -> None:
+        if self.store is not None:
+            self.store.check(request.adapters)
+            return
+        known = {name: None for slots in self.caller.slots.values() for name in slots.names}
+        for name in request.adapters:
+            if not self.caller.slots:
+                raise SpecError("none of the models has slots for adapters", path=("adapters",), key=name)
+            if name not in known:
+                listed = f"; there are {', '.join(known)}" if known else "; none is loaded yet"
+                raise SpecError(f"no adapter {quote(name)}{did_you_mean(name, known)}{listed}", path=("adapters",), key=name)
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Ticket]:
+        """Run requests, as many at once as fit, and give their tickets as they end; failed and cancelled ones, too.
+
+        Args:
+            requests: The requests. They are read as there is room for them.
+
+        Yields:
+            The tickets.
+
+        Raises:
+            SpecError: As `submit`, at the first request that is wrong.
+        """
+        waiting, open_ = iter(requests), list[Ticket]()
+        more = True
+        while more or open_:
+            while more and len(self._queued) < self.queue:
+                request = next(waiting, None)
+                more = request is not None
+                if request is not None:
+                    open_.append(self.submit(request))
+            if not self._step_by_hand():
+                self._news.wait(WAIT)
+            ended = [ticket for ticket in open_ if ticket.has_ended()]
+            open_ = [ticket for ticket in open_ if not ticket.has_ended()]
+            yield from ended
+
+    # --- steps
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is queued or running."""
+        return not self._queued and not self._active
+
+    def step(self) -> list[Ticket]:
+        """Take requests in, make one joint call, and let those whose call it was go on to their next one.
+
+        Waits at most 50 ms, where all that is missing is an adapter that is being read.
+
+        Returns:
+            The tickets that have ended.
+        """
+        with self._lock:
+            ended = self._cancel() + self._take_in()
+            if not self._active:
+                if self._queued and not ended:
+                    time.sleep(WAIT)
+                return ended
+            group = self._choose()
+            self.calls += 1
+            form = self.forms.form_of(group[0].thread.call)
+            form.called = self.calls
+            self.caller.make([(one.thread.call, one.mixture(one.thread.call.model)) for one in group])
+            return ended + [ticket for one in group for ticket in self._resume(one)]
+
+    def _step_by_hand(self) -> bool:
+        """Make a step unless a thread does."""
+        if self._thread is not None:
+            return False
+        self.step()
+        return True
+
+    def _cancel(self) -> list[Ticket]:
+        now, ended = time.monotonic(), []
+        with self._queue_lock:
+            for ticket in [t for t in self._queued if t.why_cancelled(now)]:
+                self._queued.remove(ticket)
+                ticket.finish(error=Cancelled(ticket.why_cancelled(now)))
+                ended.append(ticket)
+        for one in [a for a in self._active if a.ticket.why_cancelled(now)]:
+            one.thread.cancel()
+            ended += self._end(one, Cancelled(one.ticket.why_cancelled(now)))
+        return ended
+
+    def _take_in(self) -> list[Ticket]:
+        """Start requests while there is room; who waits for a slot keeps nobody else."""
+        ended: list[Ticket] = []
+        at = 0
+        while sum(one.rows for one in self._active) < 2 * self.rows:
+            with self._queue_lock:
+                if at >= len(self._queued):
+                    break
+                ticket = self._queued[at]
+            lease = None
+            try:
+                wants = self.store is not None and bool(ticket.request.adapters)
+                if wants and (lease := self.store.lease(ticket.request.adapters)) is None:
+                    ticket.move("waiting")
+                    at += 1
+                    continue
+                with self._queue_lock:
+                    self._queued.remove(ticket)
+                active = self._start(ticket, lease)
+            except Exception as error:  # what the adapters' files or the pipeline's first run raise
+                with self._queue_lock:
+                    if ticket in self._queued:
+                        self._queued.remove(ticket)
+                if lease is not None:
+                    lease.end()
+                ticket.finish(error=error)
+                ended.append(ticket)
+                continue
+            self._active.append(active)
+            ended += self._resume(active)
+        return ended
+
+    def _start(self, ticket: Ticket, lease: Any) -> ActiveRequest:
+        request = ticket.request
+        kind, pipe = classify_request(request), self.pipes[request.task]
+        scheduler = find_scheduler(request.scheduler, pipe)
+        learnt = self.learnt.get(kind) or learn_request(request, pipe, self.stand_ins, self.forms, scheduler)
+        if learnt is not None:
+            self.learnt[kind] = learnt
+        rows = learnt.check() if learnt is not None else 1
+        generator = None if request.seed is None else torch.Generator().manual_seed(request.seed)
+        call = make_call(request, pipe, generator)
+        own, count = copy_pipeline(pipe, self.stand_ins, scheduler)
+        thread = RequestThread(lambda: own(**call), self.forms.describe)
+        ticket.move("running")
+        return ActiveRequest(ticket, thread, own, count, rows, lease, self.caller.read_adapters(request.adapters))
+
+    def _resume(self, one: ActiveRequest) -> list[Ticket]:
+        """Let a request go on to its next call; gives its ticket if it has ended."""
+        one.thread.resume()
+        if not one.thread.done:
+            one.ticket.move("running", one.count.steps, one.steps)
+            one.rows = max(one.rows, one.thread.call.rows)
+            self._active.remove(one)
+            self._active.append(one)  # who waits longest is first
+            one.parked = self.calls
+            return []
+        one.ticket.move("running", one.count.steps, one.steps)
+        return self._end(one, one.thread.error)
+
+    def _end(self, one: ActiveRequest, error: BaseException | None) -> list[Ticket]:
+        self._active.remove(one)
+        if one.lease is not None:
+            one.lease.end()
+        one.ticket.finish(one.thread.result, error)
+        self._news.set()
+        return [one.ticket]
+
+    def _choose(self) -> list[ActiveRequest]:
+        """Choose whose calls are made: those of the form whose turn was longest ago, and of these the oldest.
+
+        Texts go first, which are short: so who has come together goes on together.
+        """
+        forms = self.forms
+
+        def turn(one: ActiveRequest) -> tuple[bool, int]:
+            call = one.thread.call
+            if call.key is None:
+                return True, one.parked
+            return id(call.model) in self._denoisers, forms.form_of(call).called
+
+        head = min(self._active, key=turn)
+        call, form = head.thread.call, forms.form_of(head.thread.call)
+        group, rows = [head], call.rows
+        most = self.caller.limit(self.rows, form)
+        for one in self._active:
+            other = one.thread.call
+            if one is not head and not form.refused and other.key == call.key and rows + other.rows <= most:
+                group.append(one)
+                rows += other.rows
+        return group
+
+    # --- a thread of its own
+
+    def start(self) -> None:
+        """Start a thread that makes the steps, until `drain`."""
+        with self._queue_lock:
+            if self._thread is None:
+                self._draining = False
+                self._thread = threading.Thread(target=self._run, name="fxplug engine", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not (self._draining and self.is_idle):
+                self._news.clear()
+                self.step()
+                if self.is_idle and not self._draining:
+                    self._news.wait(WAIT)
+        except BaseException as error:  # of whatever is called within a step
+            LOG.exception("the engine's thread ends by an error")
+            self._fault = error
+            self._end_all(error)
+
+    def drain(self, seconds: float = 60.0) -> None:
+        """Take no more requests, finish those that are accepted, and cancel what is left. No thread is left then.
+
+        Args:
+            seconds: How long it may take.
+        """
+        self._draining = True
+        end = time.monotonic() + seconds
+        self._news.set()
+        while not self.is_idle and time.monotonic() < end and self._fault is None:
+            if not self._step_by_hand():
+                time.sleep(WAIT / 5)
+        with self._lock:
+            self._end_all(Cancelled(f"the engine was drained, and {seconds:g} s were not enough"))
+        if (thread := self._thread) is not None:
+            thread.join()
+            self._thread = None
+
+    def _end_all(self, error: BaseException) -> None:
+        with self._queue_lock:
+            queued = [self._queued.popleft() for _ in range(len(self._queued))]
+        for ticket in queued:
+            ticket.finish(error=error)
+        for one in [*self._active]:
+            one.thread.cancel()
+            self._end(one, error)
+
+    # --- weights
+
+    def update(self, state: Mapping[str, Tensor]) -> None:
+        """Put new weights into the models between two steps, all or none, as a training of a policy does.
+
+        Requests that run go on with them.
+
+        Args:
+            state: Tensors by the model's name and theirs in its state dict: "unet.conv_in.weight".
+
+        Raises:
+            SpecError: For a model or tensor that there is not, with the nearest name, and for another shape; nothing is
+                changed then.
+        """
+        pairs = []
+        for key, value in state.items():
+            part, _, name = key.partition(".")
+            if part not in self.models:
+                listed = f"{did_you_mean(part, self.models)}; there are {', '.join(self.models)}"
+                raise SpecError(f"no model {quote(part)}{listed}", key=key)
+            own = self.models[part].state_dict(keep_vars=True)
+            if name not in own:
+                raise SpecError(f"{part} has no tensor {quote(name)}{did_you_mean(name, own)}", key=key)
+            if not isinstance(value, Tensor) or value.shape != own[name].shape:
+                shape = list(value.shape) if isinstance(value, Tensor) else quote(value)
+                raise SpecError(f"{key} must be a tensor of shape {list(own[name].shape)}, not {shape}", key=key)
+            pairs.append((own[name], value))
+        with self._lock, torch.no_grad():
+            before = [target.clone() for target, _ in pairs]
+            try:
+                for target, value in pairs:
+                    target.copy_(value)
+            except BaseException:  # an interrupt, too: all is put back
+                for (target, _), old in zip(pairs, before, strict=True):
+                    target.copy_(old)
+                raise

@@ -1,0 +1,192 @@
+"""Stock pipelines in threads of their own, one of which runs at a time, and whose calls of models wait for the engine.
+
+What stands at `pipe.unet`, `pipe.transformer`, `pipe.text_encoder` is of the model's class and has its attributes; its call, or
+`decode` of a VAE, waits until the engine has made it. Nothing in diffusers, tokenizers or torch has to be thread safe, and grad
+mode, autocast and context variables are each thread's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..core.errors import FxplugError
+from ..pipelines.recorded_run import get_components
+
+CallModel = Callable[[nn.Module, str, tuple[Any, ...], Mapping[str, Any]], Any]
+_thread = threading.local()  # `call`: what makes the calls of this thread
+
+
+class Cancelled(FxplugError):  # noqa: N818
+    """A request that was cancelled, by its ticket, by the end of its engine, or since its deadline has passed."""
+
+
+class Unwind(BaseException):
+    """Raised in the thread of a cancelled request at its next call of a model: nothing in a pipeline catches it."""
+
+
+def make_stand_in(model: nn.Module, methods: tuple[str, ...]) -> nn.Module:
+    """Make what stands in a pipeline for a model: of its class and with its attributes, of which there is one set for both.
+
+    Args:
+        model: The model.
+        methods: Of which calls wait, `__call__` or others.
+
+    Returns:
+        The stand-in.
+    """
+    own = {"__module__": type(model).__module__, "__qualname__": type(model).__qualname__}
+    kind = type(type(model).__name__, (type(model),), {**own, **{name: _make_method(model, name) for name in methods}})
+    made: nn.Module = object.__new__(kind)
+    object.__setattr__(made, "__dict__", vars(model))
+    return made
+
+
+def _make_method(model: nn.Module, name: str) -> Callable[..., Any]:
+    real = getattr(type(model), name)
+
+    @functools.wraps(real)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call: CallModel | None = getattr(_thread, "call", None)
+        return getattr(model, name)(*args, **kwargs) if call is None else call(model, name, args, kwargs)
+
+    return method
+
+
+class RequestThread:
+    """A thread that runs until its next call of a model, and goes on when it is told to.
+
+    `call` is the call that waits. At the end there is a `result` or an `error`; of a thread that was cancelled neither.
+    """
+
+    def __init__(self, function: Callable[[], Any], describe: CallModel) -> None:
+        self.function, self.describe = function, describe
+        self.call: Any = None
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.done = self.cancelled = False
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, name="fxplug request", daemon=True)
+
+    def resume(self) -> None:
+        """Let the thread run to its next call of a model, or to its end."""
+        if not self._thread.ident:
+            self._thread.start()
+        self._go.release()
+        try:
+            self._stopped.acquire()
+        except BaseException:  # an interrupt: nobody else may run while it does
+            self._stopped.acquire()
+            raise
+        if self.done:
+            self._thread.join()
+
+    def cancel(self) -> None:
+        """End the thread at the call at which it waits."""
+        self.cancelled = True
+        if not self._thread.ident:
+            self.done = True
+        while not self.done:  # a pipeline may call models while it ends
+            self.resume()
+
+    def _run(self) -> None:
+        self._go.acquire()
+        _thread.call = self._park
+        try:
+            self.result = self.function()
+        except Unwind:
+            pass
+        except Exception as error:
+            self.error = error
+        except BaseException as error:  # as SystemExit, which ends a thread and must not end the engine
+            self.error = RuntimeError(f"the pipeline ended with {type(error).__name__}: {error}")
+        finally:
+            _thread.call = None
+            self.done = True
+            self._stopped.release()
+
+    def _park(self, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self.cancelled:
+            raise Unwind
+        self.call = self.describe(model, method, args, kwargs)
+        self._stopped.release()
+        self._go.acquire()
+        call, self.call = self.call, None
+        if self.cancelled:
+            raise Unwind
+        if isinstance(call.result, BaseException):
+            raise call.result
+        return call.result
+
+
+class use_caller:  # noqa: N801
+    """Let a function make the calls of stand-ins in this thread, within a block."""
+
+    def __init__(self, call: CallModel) -> None:
+        self.call = call
+
+    def __enter__(self) -> None:
+        self.before = getattr(_thread, "call", None)
+        _thread.call = self.call
+
+    def __exit__(self, *_: object) -> None:
+        _thread.call = self.before
+
+
+# --- pipelines
+
+
+class StepCount:
+    """How many steps a request's scheduler has made."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+@functools.cache
+def _counting(kind: type) -> type:
+    """Make a class of schedulers that count their steps; copies that a pipeline makes have counters of their own."""
+
+    real: Any = getattr(kind, "step")  # noqa: B009
+
+    @functools.wraps(real)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = real(self, *args, **kwargs)
+        self.__dict__["_request_steps"].steps += 1
+        return made
+
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "step": step}
+    return type(kind.__name__, (kind,), own)
+
+
+def copy_pipeline(pipe: Any, stand_ins: Mapping[int, nn.Module], scheduler: type | None = None) -> tuple[Any, StepCount]:
+    """Copy a pipeline for one request: with stand-ins for its models, and schedulers and guiders of its own.
+
+    Args:
+        pipe: The pipeline.
+        stand_ins: What stands for a model, by the model's `id`.
+        scheduler: The class of its scheduler; None is the pipeline's.
+
+    Returns:
+        The copy, and the count of the steps that its scheduler makes.
+    """
+    own, count = copy.copy(pipe), StepCount()
+    for name, part in get_components(pipe).items():
+        if id(part) in stand_ins:
+            setattr(own, name, stand_ins[id(part)])
+        elif hasattr(part, "set_timesteps") and hasattr(part, "from_config") and not isinstance(part, nn.Module):
+            kind = scheduler if scheduler is not None and name == "scheduler" else type(part)
+            counts = name == "scheduler" and hasattr(kind, "step")
+            maker: Any = _counting(kind) if counts else kind
+            made = maker.from_config(part.config)
+            if counts:
+                made.__dict__["_request_steps"] = count
+            setattr(own, name, made)
+        elif hasattr(part, "prepare_inputs") and hasattr(part, "set_state"):  # a guider, which knows its step
+            setattr(own, name, copy.deepcopy(part))
+    return own, count
