@@ -13,7 +13,7 @@ MARKS := not slow and not gpu
 TESTS := -m "$(MARKS)"
 
 .DEFAULT_GOAL := help
-.PHONY: help install constraints demo test suite test-slow test-gpu versions lint fuzz kernels pages docs zoo parallel-table matrix seeds formats bench clean
+.PHONY: help install constraints demo test suite test-slow test-gpu versions lint fuzz kernels pages docs zoo parallel-table matrix seeds formats methods bench clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -101,6 +101,10 @@ seeds: install  ## hold the files and plugins of HCP-Diffusion, EveryDream2train
 formats: export HF_HUB_OFFLINE = 1
 formats: install  ## print which adapter files are read and how exactly, beside PEFT and LyCORIS, and write docs/reference/adapter_files.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/formats.py --write
+
+methods: export HF_HUB_OFFLINE = 1
+methods: install  ## measure time, memory, quality and drift of each method on the Fashion model, on two cores
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/methods.py --json benchmarks/results/$(shell date +%F)-cpu-methods.json
 
 bench: install  ## measure tracing, ControlNet in one graph, training steps, and adapters at run time
 	$(BIN)/python benchmarks/trace.py
