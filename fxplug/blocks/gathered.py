@@ -88,7 +88,7 @@ class GatheredLora(Lora):
         up = up.permute(2, 0, 1, 3, 4).flatten(3).flatten(0, 1)
         padding = layer.padding
         if layer.padding_mode != "zeros":
-            x = F.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
+            x = F.pad(x, _list_padding(layer), mode=layer.padding_mode)
             padding = 0
         if all(k == s == 1 for k, s in zip(kernel, layer.stride, strict=True)) and padding in (0, (0,) * len(kernel)):
             halves = down.flatten(2, 3).flatten(0, 1).flatten(2)
@@ -100,3 +100,13 @@ class GatheredLora(Lora):
             hidden = hidden.view(batch * groups, which.shape[1] * rank, -1)
         gates = weight.repeat_interleave(rank, 1).repeat_interleave(groups, 0)[..., None]
         return torch.add(y, torch.bmm(up, (hidden * gates).to(hidden.dtype)).view(y.shape))
+
+
+def _list_padding(layer: Any) -> list[int]:
+    """Return what a convolution pads, as torch.nn.functional.pad takes it: the last dimension first, both of its sides."""
+    around: list[int] = []
+    for i, (kernel, dilation) in enumerate(zip(layer.kernel_size, layer.dilation, strict=True)):
+        total = dilation * (kernel - 1)
+        own = {"same": [total // 2, total - total // 2], "valid": [0, 0]}
+        around = [*(own[layer.padding] if isinstance(layer.padding, str) else [layer.padding[i]] * 2), *around]
+    return around
