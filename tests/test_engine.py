@@ -307,3 +307,22 @@ def test_events_tell_each_step(sd):
 
     found = asyncio.run(listen())
     assert found[-1].state == "done" and [e.step for e in found] == sorted(e.step for e in found) and found[-1].of == 3
+
+
+def test_each_request_has_its_own_adapters_in_every_model_with_slots():
+    layers = {"unet": ["to_q", "to_v"], "text_encoder": ["q_proj"]}
+    files = {f"s{i}": str(tiny.lora(make(SD), f"engine{i}.safetensors", seed=i, **layers)) for i in (1, 2)}
+    pipe = fxplug.rewrite_pipeline(make(SD), adapters=files, slots=3, prompt="a cat", height=32, width=32)
+    mixtures = {"s1": 1.0}, {}, {"s1": 0.5, "s2": 0.5}, {"s2": 1.0}
+    requests = [ask(SD, i, adapters=mixture) for i, mixture in enumerate(mixtures)]
+    engine = Engine(pipe, buckets=[8])
+    want = [run(engine, [one])[0].result().images for one in requests]
+    for _ in range(2):
+        for ticket, picture in zip(run(engine, requests), want, strict=True):
+            assert torch.equal(ticket.result().images, picture)
+    for mixture, request, picture in zip(mixtures, requests, want, strict=True):
+        pipe.unet.adapters.use(mixture)
+        pipe.text_encoder.adapters.use(mixture)
+        assert (alone(pipe, request) - picture).abs().max() < 1e-4
+    with pytest.raises(fxplug.SpecError, match="no adapter 's3'; there are s1, s2"):
+        engine.submit(ask(SD, 0, adapters={"s3": 1.0}))

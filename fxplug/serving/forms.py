@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.ir.comparison import RESULT, is_close
+from ..core.ir.traced_module import TracedModule
 from ..core.torch_internals.tensors import version
 from ..core.torch_internals.trees import tree_flatten, tree_unflatten
 
@@ -354,7 +355,10 @@ def list_state(model: nn.Module) -> State:
 
 def _members(module: nn.Module) -> Iterator[tuple[str, Any]]:
     yield "", type(module)
+    own = isinstance(module, TracedModule)  # which keeps what it knows of its calls and its variants in attributes
     for name, value in vars(module).items():
+        if own and name not in ("_parameters", "_buffers"):
+            continue
         if isinstance(value, Mapping):
             yield from ((f"{name}.{key}", _content(each)) for key, each in value.items())
         else:
