@@ -146,6 +146,13 @@ class Subject:
         with torch.no_grad():
             weight.add_(self.rng.choice([0.01, -0.01]))
 
+    def change_by_fused_optimizer(self) -> None:
+        """Writes by a fused optimizer, which no version counts."""
+        weight = self.rng.choice([p for p in self.plain.parameters() if p.is_floating_point()])
+        weight.grad = torch.ones_like(weight)
+        torch.optim.AdamW([weight], 0.01, fused=True).step()
+        weight.grad = None
+
     def change_parameter(self) -> None:
         """Puts another Parameter into the place of one."""
         layers = [m for m in self.plain.modules() if isinstance(m, torch.nn.Linear) and m.bias is not None]

@@ -207,6 +207,16 @@ def test_written_weights_are_seen(way):
     assert check(gm, hoisted, **inputs())["conditions"] == 1
 
 
+@torch.no_grad()
+def test_steps_of_fused_optimizers_are_seen():
+    gm, hoisted = make()
+    check(gm, hoisted, **inputs())
+    for parameter in gm.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW(gm.parameters(), 0.1, fused=True).step()  # which counts no version up
+    check(gm, hoisted, **inputs())
+
+
 def test_layers_that_change_are_seen():
     class Norm(Denoiser):
         def __init__(self):

@@ -9,6 +9,7 @@ from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...core.torch_internals.modules import is_hooked, list_hook_tables
 from ...core.torch_internals.tensors import version
@@ -16,6 +17,21 @@ from .reads import KNOWN
 
 Place = tuple[dict[str, Any], str]  # a module's table, and the key of the tensor in it
 PLAIN = {Tensor, nn.Parameter}
+
+
+class FusedSteps:
+    """How many steps fused optimizers have made in this process, whose writes no version counts."""
+
+    count = 0
+
+    @staticmethod
+    def note(optimizer: Any, *_: Any) -> None:
+        """Note a step of an optimizer."""
+        if any(group.get("fused") for group in optimizer.param_groups):
+            FusedSteps.count += 1
+
+
+register_optimizer_step_post_hook(FusedSteps.note)
 
 
 @dataclass
@@ -73,10 +89,13 @@ class WeightWatch:
         self.stamps: dict[str, WeightStamp] = {}
         self._all = list({(id(table), key): (table, key) for own in places.values() for table, key in own}.values())
         self._layers = list(dict.fromkeys(chain.from_iterable(layers.values())))
+        self._steps = FusedSteps.count
         self._seen: tuple[list[Any], ...] | None = None  # at the last look, if all are plain tensors and a change would be seen
 
     def find_changes(self) -> list[str] | None:
         """Return the stages whose weights are others than at the last call; None where a change could not be seen."""
+        if self._steps != (steps := FusedSteps.count):
+            self.stamps, self._seen, self._steps = {}, None, steps
         if self._is_unchanged():
             return []
         seen, changed = self._look(), []  # before the stamps: what another thread writes between is a change at the next call
