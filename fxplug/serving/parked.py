@@ -101,7 +101,7 @@ class RequestThread:
             self.result = self.function()
         except Unwind:
             pass
-        except Exception as error:
+        except Exception as error:  # of the pipeline: the ticket raises it
             self.error = error
         except BaseException as error:  # as SystemExit, which ends a thread and must not end the engine
             self.error = RuntimeError(f"the pipeline ended with {type(error).__name__}: {error}")
