@@ -158,6 +158,25 @@ def test_a_pipeline_that_writes_into_its_models_is_refused(sd):
     assert sd.unet.conv_act.inplace is False and ticket.state == "failed"
 
 
+@pytest.mark.parametrize(("fault", "text"), [(RuntimeError("not yet"), "not yet"), (SystemExit(3), "ended with SystemExit: 3")])
+def test_what_cannot_be_watched_is_not_run(sd, fault, text):
+    class Late(Writing):
+        calls = 0
+
+        def __call__(self, prompt, num_inference_steps=2, **kwargs):
+            Late.calls += 1
+            if Late.calls <= 2:  # a short run, and the call as it is
+                raise fault
+            return super().__call__(prompt, num_inference_steps, **kwargs)
+
+    engine = Engine(Late(**sd.components))
+    request = Request(call={"prompt": "a cat", "num_inference_steps": 3})
+    for error, found in ((RuntimeError, text), (fxplug.SpecError, "writes into")):
+        with pytest.raises(error, match=found):
+            run(engine, [request])[0].result()
+    assert Late.calls == 4
+
+
 def test_who_fails_or_is_cancelled_takes_nobody_down(sd):
     def stop(pipe, step, t, given):
         if step == 1:
@@ -324,5 +343,22 @@ def test_each_request_has_its_own_adapters_in_every_model_with_slots():
         pipe.unet.adapters.use(mixture)
         pipe.text_encoder.adapters.use(mixture)
         assert (alone(pipe, request) - picture).abs().max() < 1e-4
-    with pytest.raises(fxplug.SpecError, match="no adapter 's3'; there are s1, s2"):
+    with pytest.raises(fxplug.SpecError, match="adapters: no adapter 's3'.*; there are s1, s2"):
         engine.submit(ask(SD, 0, adapters={"s3": 1.0}))
+
+    ticket = engine.submit(requests[0])  # what a request uses is neither taken away nor replaced
+    engine.step()
+    for model in (pipe.unet, pipe.text_encoder):
+        with pytest.raises(fxplug.SpecError, match="'s1' is pinned"):
+            model.adapters.unload("s1")
+    while not engine.is_idle:
+        engine.step()
+    assert torch.equal(ticket.result().images, want[0])
+    late = engine.submit(requests[0])
+    for model in (pipe.unet, pipe.text_encoder):
+        model.adapters.unload("s1")
+    engine.step()
+    with pytest.raises(fxplug.SpecError, match="no adapter 's1'"):
+        late.result()
+    assert not any(lock.pins.get(name) for model in (pipe.unet, pipe.text_encoder) for lock in model.adapters.locks
+                   for name in ("s1", "s2"))  # fmt: skip

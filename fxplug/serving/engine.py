@@ -7,7 +7,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,8 +38,8 @@ class ActiveRequest:
     pipe: Any
     count: StepCount
     rows: int  # of its largest call so far, or of one of its kind
-    lease: Any = None
-    adapters: Mapping[int, frozenset[str]] = field(default_factory=dict)  # the names of those that a model has, by its `id`
+    held: ExitStack  # what ends with it: the pins of its adapters
+    adapters: Mapping[int, frozenset[str]]  # the names of those that a model has, by its `id`
     parked: int = -1  # when it came to the call at which it waits, in calls
 
     def mixture(self, model: nn.Module) -> dict[str, Any]:
@@ -170,13 +171,7 @@ class Engine:
         if self.store is not None:
             self.store.check(request.adapters)
             return
-        known = {name: None for slots in self.caller.slots.values() for name in slots.names}
-        for name in request.adapters:
-            if not self.caller.slots:
-                raise SpecError("none of the models has slots for adapters", path=("adapters",), key=name)
-            if name not in known:
-                listed = f"; there are {', '.join(known)}" if known else "; none is loaded yet"
-                raise SpecError(f"no adapter {quote(name)}{did_you_mean(name, known)}{listed}", path=("adapters",), key=name)
+        self.caller.check_adapters(get_strengths(request.adapters))
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Ticket]:
         """Run requests, as many at once as fit, and give their tickets as they end; failed and cancelled ones, too.
@@ -260,22 +255,22 @@ class Engine:
                 if at >= len(self._queued):
                     break
                 ticket = self._queued[at]
-            lease = None
+            held = ExitStack()
             try:
-                wants = self.store is not None and bool(ticket.request.adapters)
-                if wants and (lease := self.store.lease(ticket.request.adapters)) is None:
-                    ticket.move("waiting")
-                    at += 1
-                    continue
+                if self.store is not None and ticket.request.adapters:
+                    if (lease := self.store.lease(ticket.request.adapters)) is None:
+                        ticket.move("waiting")
+                        at += 1
+                        continue
+                    held.callback(lease.end)
                 with self._queue_lock:
                     self._queued.remove(ticket)
-                active = self._start(ticket, lease)
+                active = self._start(ticket, held)
             except Exception as error:  # what the adapters' files or the pipeline's first run raise
                 with self._queue_lock:
                     if ticket in self._queued:
                         self._queued.remove(ticket)
-                if lease is not None:
-                    lease.end()
+                held.close()
                 ticket.finish(error=error)
                 ended.append(ticket)
                 continue
@@ -283,20 +278,20 @@ class Engine:
             ended += self._resume(active)
         return ended
 
-    def _start(self, ticket: Ticket, lease: Any) -> ActiveRequest:
+    def _start(self, ticket: Ticket, held: ExitStack) -> ActiveRequest:
         request = ticket.request
+        adapters = held.enter_context(self.caller.pin(get_strengths(request.adapters)))
         kind, pipe = classify_request(request), self.pipes[request.task]
         scheduler = find_scheduler(request.scheduler, pipe)
-        learnt = self.learnt.get(kind) or learn_request(request, pipe, self.stand_ins, self.forms, scheduler)
-        if learnt is not None:
-            self.learnt[kind] = learnt
-        rows = learnt.check() if learnt is not None else 1
+        if (learnt := self.learnt.get(kind)) is None:
+            learnt = self.learnt[kind] = learn_request(request, pipe, self.stand_ins, self.forms, scheduler)
+        rows = learnt.check()
         generator = None if request.seed is None else torch.Generator().manual_seed(request.seed)
         call = make_call(request, pipe, generator)
         own, count = copy_pipeline(pipe, self.stand_ins, scheduler)
         thread = RequestThread(lambda: own(**call), self.forms.describe)
         ticket.move("running")
-        return ActiveRequest(ticket, thread, own, count, rows, lease, self.caller.read_adapters(request.adapters))
+        return ActiveRequest(ticket, thread, own, count, rows, held, adapters)
 
     def _resume(self, one: ActiveRequest) -> list[Ticket]:
         """Let a request go on to its next call; gives its ticket if it has ended."""
@@ -313,8 +308,7 @@ class Engine:
 
     def _end(self, one: ActiveRequest, error: BaseException | None) -> list[Ticket]:
         self._active.remove(one)
-        if one.lease is not None:
-            one.lease.end()
+        one.held.close()
         one.ticket.finish(one.thread.result, error)
         self._news.set()
         return [one.ticket]
@@ -335,7 +329,7 @@ class Engine:
         head = min(self._active, key=turn)
         call, form = head.thread.call, forms.form_of(head.thread.call)
         group, rows = [head], call.rows
-        most = self.caller.limit(self.rows, form)
+        most = self.caller.limit(self.rows, call, form)
         for one in self._active:
             other = one.thread.call
             if one is not head and not form.refused and other.key == call.key and rows + other.rows <= most:

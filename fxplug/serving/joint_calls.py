@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..adapters.rows import Rows, check_name_known
 from ..adapters.slots import Adapters
+from ..blocks.base import ROWS
+from ..core.errors import SpecError, prefix_path
 from ..core.ir.traced_module import TracedModule
 from ..core.torch_internals.tensors import without_duck_sizes
 from .forms import CallForms, FormState, ModelCall, join, split, use_modes
 
 LOG = logging.getLogger("fxplug.serving")
+KEPT = 256  # rows that are made once, of groups of requests that come again and again
 Mixture = Mapping[str, Any]  # the strength of each adapter
 Asked = tuple[ModelCall, Mixture]
 
@@ -34,29 +38,63 @@ class ModelCaller:
         self.compiled = {id(model): torch.compile(model, dynamic=True) for model in whole} if compiled else {}
         self.made = dict.fromkeys(map(id, models), 0)
         self.rows = dict.fromkeys(map(id, models), 0)
+        self._made_rows: dict[Any, Rows] = {}
 
-    def read_adapters(self, names: Mapping[str, Any]) -> dict[int, frozenset[str]]:
-        """Find out which models have which adapters now.
+    @contextmanager
+    def pin(self, adapters: Mapping[str, Any]) -> Iterator[dict[int, frozenset[str]]]:
+        """Keep adapters in the slots of all models within a block.
 
         Args:
-            names: The adapters of a request.
+            adapters: The adapters of a request, with their strengths.
 
-        Returns:
+        Yields:
             The names of those that a model has, by its `id`.
-        """
-        return {key: frozenset(names).intersection(slots.names) for key, slots in self.slots.items()} if names else {}
 
-    def limit(self, rows: int, form: FormState) -> int:
+        Raises:
+            SpecError: For a name that no model has, and more adapters than a sample may have in one of them.
+        """
+        with ExitStack() as stack:
+            found: dict[int, frozenset[str]] = {}
+            for key, slots in self.slots.items() if adapters else ():
+                found[key] = frozenset(adapters).intersection(slots.names)
+                stack.enter_context(slots.pin(*found[key]))
+            self.check_adapters(adapters)
+            yield found
+
+    def check_adapters(self, adapters: Mapping[str, Any]) -> None:
+        """Check that the models have these adapters, and room for them in a sample.
+
+        Args:
+            adapters: The adapters of a request, with their strengths.
+
+        Raises:
+            SpecError: For a name that no model has, with the nearest one, and more adapters than the slots' `per_sample`.
+        """
+        if adapters and not self.slots:
+            raise SpecError("none of the models has slots for adapters", path=("adapters",))
+        known = {name: None for slots in self.slots.values() for name in slots.names}
+        with prefix_path("adapters"):
+            for name in adapters:
+                check_name_known(name, known)
+            for slots in self.slots.values() if adapters else ():
+                here = slots.names
+                slots.rows([{name: value for name, value in adapters.items() if name in here}])
+
+    def limit(self, rows: int, call: ModelCall, form: FormState) -> int:
         """Return the most rows of a joint call of a form.
 
         Args:
             rows: The most of any.
+            call: One of its calls.
             form: What is known of the form.
 
         Returns:
             The number.
         """
-        return min([rows, *([form.limit] if form.limit else []), *([self.buckets[-1]] if self.buckets else [])])
+        found = [rows, *([form.limit] if form.limit else []), *([self.buckets[-1]] if self.buckets else [])]
+        if id(call.model) in self.slots:
+            found.append(ROWS)
+        return min(found)
 
     def make(self, asked: Sequence[Asked]) -> None:
         """Make calls of one form, jointly where that is right, and set their results: values, or the errors of those that fail.
@@ -165,8 +203,17 @@ class ModelCaller:
         if slots is None:
             yield
         else:
-            with slots.using(mixtures):
+            with slots.using(self._make_rows(slots, mixtures)):
                 yield
+
+    def _make_rows(self, slots: Adapters, mixtures: Sequence[Mixture]) -> Rows:
+        """Make the rows of a group of requests, once for all calls that it makes together."""
+        key = id(slots), tuple(frozenset(mixture.items()) for mixture in mixtures)
+        rows = self._made_rows.pop(key, None) or slots.rows(mixtures)
+        while len(self._made_rows) >= KEPT:
+            del self._made_rows[next(iter(self._made_rows))]
+        self._made_rows[key] = rows  # the last
+        return rows
 
 
 def _has_slots(model: nn.Module) -> bool:

@@ -59,7 +59,7 @@ def _kind_of_value(value: Any) -> str:
 
 def learn_request(
     request: Request, pipe: Any, stand_ins: Mapping[int, nn.Module], forms: CallForms, scheduler: type | None
-) -> LearntKind | None:
+) -> LearntKind:
     """Run a request's call for one picture and for two, in few steps, to learn which of its tensors have the samples first.
 
     No callback of it is called, and its generator is not drawn from. Pipelines that cannot make two pictures at once, as some
@@ -73,7 +73,10 @@ def learn_request(
         scheduler: The class of its scheduler, or None.
 
     Returns:
-        What is known now; None where the call itself fails.
+        What is known now.
+
+    Raises:
+        Exception: What the pipeline raises where it cannot make the call at all: a request that nobody has watched is not run.
     """
     known = call_parameters(pipe)
     call = {name: value for name, value in request.call.items() if name not in CALLBACKS}
@@ -89,16 +92,17 @@ def learn_request(
             doubled = _double(call)  # most pipelines repeat no embeddings for a number of pictures
             more = [call | {count: number * 2}] if count else []
             tries = [*([doubled] if doubled else []), *more, call]
-        for arguments in [each for one in tries for each in _shorten(one, known)]:
+        shortened = [each for one in tries for each in _shorten(one, known)]
+        for arguments in shortened:
             try:
                 calls, found = _observe_run(pipe, arguments, known, stand_ins, scheduler, models, before, times == 2)
-            except Exception:  # whatever a pipeline raises: the request's own run raises it again
+            except Exception:  # whatever a pipeline raises: the last is the call as it is
+                if arguments is shortened[-1]:
+                    raise
                 continue
             runs.append(calls)
             written = written or found
             break
-        else:
-            return None
     if written:
         return LearntKind(refused=(
             f"{type(pipe).__name__} writes into its models while it runs ({written}), so that requests that run at once would "
@@ -165,6 +169,9 @@ def _observe_run(
     if hasattr(own, "set_progress_bar_config"):
         own.set_progress_bar_config(disable=True)
     with torch.random.fork_rng(), use_caller(watch):
-        own(**call)
+        try:
+            own(**call)
+        except SystemExit as error:  # which must not end the engine
+            raise RuntimeError(f"the pipeline ended with SystemExit: {error}") from error
     look()
     return calls, next(iter(written), "")
