@@ -12,7 +12,9 @@ from test_denoise_runs import CONFIG, SMALL
 
 import fxplug
 from fxplug.core.errors import SpecError
+from fxplug.lowerings.regions.swapping import plan_swap
 from fxplug.training.random_draws import Draws
+from fxplug.training.swapped_blocks import swap_outside_steps
 from fxplug.training.tasks.denoise import Denoise
 from fxplug.training.tasks.task import TaskInfo, make_task
 from fxplug.training.trigger import replace_trigger
@@ -129,3 +131,18 @@ def test_a_run_preserves_and_goes_on_to_the_bit(tmp_path):
                 fxplug.train(tmp_path / "run.yaml", set=[change], out=tmp_path / "d", quiet=True)
     assert [r["loss"] for r in whole.history][2:] == [r["loss"] for r in last.history]
     assert whole.history[3]["loss"] > without.history[3]["loss"]
+
+
+def test_the_model_before_fetches_the_weights_of_swapped_blocks():
+    module, b = rewritten(), batch(caption=CAPTIONS)
+    task, plain = ready(module), ready(module)
+    expected = plain.loss(module, dict(b), Draws(0, 7))
+    swap = plan_swap(module, 1, "cpu", ["down_blocks.*"])
+    swap.place(module)
+    shown = swap_outside_steps(module, task, swap)
+    before = swap.fetches
+    with torch.no_grad():
+        task.untrained(b["image"], torch.tensor([3, 5, 7, 9]), words(CAPTIONS), return_dict=False)
+    assert swap.fetches > before, "its weights are on the host"
+    assert torch.equal(task.loss(shown, dict(b), Draws(0, 7)), expected)
+    assert swap.most_bytes < sum(swap.bytes_of_blocks)

@@ -72,6 +72,8 @@ def swap_outside_steps(module: TracedModule, task: Any, swap: BlockSwap | None) 
         return module
     if isinstance(task.untrained, Mapping):
         task.untrained = {name: outline_swapped(one, swap) for name, one in task.untrained.items()}
+    elif task.untrained is not None:
+        task.untrained = outline_swapped(task.untrained, swap)
     return outline_swapped(module, swap)
 
 
