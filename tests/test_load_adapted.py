@@ -130,3 +130,16 @@ def test_what_is_loaded_is_one_line(tmp_path):
     found = new.adapters.load("ink", {**pair("blocks.0.attn.qkv", 576, 192), **pair("gone", 4, 4)}, partial=True)
     assert repr(found) == "Fit('the state dict': 1 placed, 1 missing)"
     assert "\n" not in repr(fxplug.load(fxplug.save(new, tmp_path / "saved"))) + repr(new.adapters)
+
+
+def test_updates_that_change_nothing_are_counted(tmp_path):
+    paths = [f"blocks.{n}.attn.qkv" for n in (0, 1)]
+    untrained = fxplug.apply(traced(), fxplug.load_pass("lora", at="qkv", rank=2))
+    zero = fxplug.load_adapted(traced(), fxplug.save_adapter(untrained, tmp_path / "zero.safetensors", as_="kohya").path)
+    assert torch.equal(zero(X), traced()(X))
+    new = trained(at="qkv", rank=2, slots=1)
+    state = {**pair(paths[0], 576, 192), **pair(paths[1], 576, 192)}
+    half = {**state, f"{paths[1]}.lora_down.weight": torch.zeros(2, 192)}
+    for given, expected in ((tmp_path / "zero.safetensors", paths), (half, paths[1:]), (state, [])):
+        found = new.adapters.load("ink", given, replace=True)
+        assert found.zero == expected and (f"2 placed, {len(expected)} of them zero" in repr(found)) == bool(expected)

@@ -141,7 +141,7 @@ class Inspection:
         for part in file.parts:
             some = [entry for entry in file.entries if entry.part == part]
             rows.append(("part", f"{part or '(no name)'}: {len(some)} layers, such as {quote(some[0].name)}"))
-        if family := self.family:
+        if (family := self.family) and not self.is_placed:
             rows.append(("names", f"those of {family}"))
         if file.rest:
             rows.append(("beside", f"{len(file.rest)} tensors are not part of an update: "

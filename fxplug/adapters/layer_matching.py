@@ -58,8 +58,9 @@ class Fit:
 
     def __repr__(self) -> str:
         counts = {
-            "missing": len(self.missing), "of other shapes": len(self.mismatched), "without a slot": len(self.outside),
-            "of other parts": sum(map(len, self.others.values())), "parameters without a pass": len(self.homeless),
+            "of them zero": len(self.zero), "missing": len(self.missing), "of other shapes": len(self.mismatched),
+            "without a slot": len(self.outside), "of other parts": sum(map(len, self.others.values())),
+            "parameters without a pass": len(self.homeless),
         }  # fmt: skip
         more = "".join(f", {count} {name}" for name, count in counts.items() if count)
         return f"Fit({quote(str(self.file.source))}: {len(self.placed)} placed{more})"
@@ -68,6 +69,11 @@ class Fit:
     def assumed(self) -> list[str]:
         """Layers whose scale neither the file nor a configuration has, so that it is taken to be 1."""
         return [path for path, entry in self.placed.items() if entry.assumed]
+
+    @property
+    def zero(self) -> list[str]:
+        """Layers whose update changes nothing, since a factor is zero, as in an adapter that was never trained."""
+        return [path for path, entry in self.placed.items() if entry.is_zero]
 
     @property
     def rest(self) -> list[str]:

@@ -72,6 +72,12 @@ class Entry:
         return not self.method and self.update_kind.is_low_rank and self.kind == self.update_kind.name
 
     @property
+    def is_zero(self) -> bool:
+        """Return whether the update is a product and nothing beside, that is zero by a factor or its scale."""
+        plain = not self.method and self.kind == self.update_kind.name and "magnitude" not in self.tensors
+        return plain and bound_change(self.tensors, self.scale) == 0
+
+    @property
     def experts(self) -> int:
         """Number of experts with an update of this rank in the tensors, as for PEFT's `target_parameters`; 0 for none.
 
