@@ -17,14 +17,14 @@ from fxplug.core.spec.rules import NUMERICS
 
 VERBS = """# Verbs of the command line
 
-Written by `make pages` from what `fxplug VERB --help` says.
+Written by `make pages` from `fxplug VERB --help`.
 
 `CONFIG` is a file or the name of a shipped configuration: `quickstart`, `vit_lora`, `sd15_meta`, or a recipe that
-`fxplug recipes` lists. `DIR` is the folder of a saved rewrite. Results go to stdout, progress and errors to stderr. A mistake
-in a configuration is one message and exit code 1, a wrong call exit code 2; `--debug` shows the traceback.
-With `--json` a verb prints one JSON value and nothing else on stdout, and an error as one object on stderr: `error` (its
-class), `message`, and where they are known `where`, `key`, `found`, `nearest`, `do`, `notes` and `log`.
-`fxplug --install-completion` lets the shell complete verbs, options, configurations and passes.
+`fxplug recipes` lists. `DIR` is the folder of a saved rewrite. Results go to stdout, progress and errors to stderr. An
+error is one message and exit code 1, a wrong call exit code 2; `--debug` shows the traceback. With `--json` a verb prints one
+JSON value on stdout, and an error as one object on stderr: `error` (its class), `message`, and where known `where`, `key`,
+`found`, `nearest`, `do`, `notes` and `log`. `fxplug --install-completion` completes verbs, options, configurations and passes
+in your shell.
 """
 PASSES = """# Shipped passes
 

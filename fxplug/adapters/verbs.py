@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 
 adapters = typer.Typer(
     cls=Verbs, no_args_is_help=True, context_settings=HELP,
-    help="Load, use and unload the adapters in the slots of a saved rewrite; inspect, resize, convert and merge files.",
+    help="Load, use and unload adapters in a saved rewrite; inspect, resize, convert and merge adapter files.",
 )  # fmt: skip
 Saved = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")]
-Named = Annotated[str, typer.Argument(metavar="NAME", help="What the adapter is called.")]
+Named = Annotated[str, typer.Argument(metavar="NAME", help="The name of the adapter.")]
 Source = Annotated[
     str, typer.Argument(metavar="FILE", help="The adapter: a file, a folder, or a repository on the hub: user/name.")
 ]
-Adapter = Annotated[str | None, typer.Option("--adapter", help="Which of several in the file.")]
+Adapter = Annotated[str | None, typer.Option("--adapter", help="Which adapter, if the file has several.")]
 Part = Annotated[str | None, typer.Option("--part", help="The part of a pipeline that the model is.")]
-Partial = Annotated[bool, typer.Option("--partial", help="Leave out what the model or the format cannot hold.")]
-Out = Annotated[Path, typer.Option("--out", help="The adapter to write.")]
-Rank = Annotated[int | None, typer.Option("--rank", help="The rank, or the highest that a layer gets.")]
+Partial = Annotated[bool, typer.Option("--partial", help="Skip updates that the model or format cannot store.")]
+Out = Annotated[Path, typer.Option("--out", help="The adapter file or folder to write.")]
+Rank = Annotated[int | None, typer.Option("--rank", help="The rank, or the highest rank of a layer.")]
 As = Annotated[str, typer.Option("--as", help="The format: peft, diffusers, kohya, comfy, lycoris or fxplug.")]
-OtherAs = Annotated[str | None, typer.Option("--as", help="The format, that of the first file otherwise.")]
-Model = Annotated[str | None, typer.Option("--model", metavar="CONFIG_OR_DIR", help="The model that it is for.")]
+OtherAs = Annotated[str | None, typer.Option("--as", help="The format (default: that of the first file).")]
+Model = Annotated[str | None, typer.Option("--model", metavar="CONFIG_OR_DIR", help="The model that the adapter is for.")]
 Family = Annotated[str | None, typer.Option("--family", help="The model by its family: sd1, sdxl, flux, ...")]
 
 
 @adapters.command("list")
 def list_adapters(folder: Saved, allow: Allow = None, as_json: Json = False, debug: Debug = False) -> None:
-    """List the adapters that are loaded, and how much of each is used."""
+    """List the loaded adapters and their active weights."""
     with _changed(folder, allow, save=False) as module:
         held = module.adapters
         rows = held.active if isinstance(held.active, list) else [held.active]
@@ -68,11 +68,11 @@ def load_adapter(
     adapter: Adapter = None,
     part: Part = None,
     partial: Partial = False,
-    replace: Annotated[bool, typer.Option("--replace", help="Take the slot of the adapter of that name.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the adapter that has this name.")] = False,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Put an adapter into a free slot of a saved rewrite; `adapters use` lets it take part."""
+    """Load an adapter into a free slot of a saved rewrite. Call `adapters use` to activate it."""
     with _changed(folder, allow) as module:
         found = module.adapters.load(name, source, adapter=adapter, part=part, partial=partial, replace=replace)
     print(f"{name}: {len(found.placed)} layers")
@@ -86,13 +86,14 @@ def load_adapter(
 def use_adapters(
     folder: Saved,
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME[=WEIGHT] ...]", help="The adapters that take part; none without any.")
+        list[str] | None,
+        typer.Argument(metavar="[NAME[=WEIGHT] ...]", help="The adapters to activate. Without any, deactivate all."),
     ] = None,
-    by_sample: Annotated[bool, typer.Option("--by-sample", help="One entry for each sample of a batch; - is none.")] = False,
+    by_sample: Annotated[bool, typer.Option("--by-sample", help="One adapter per sample of the batch; - is none.")] = False,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Say which adapters of a saved rewrite take part, and how much: ink=0.8 film=0.3."""
+    """Activate adapters of a saved rewrite, each with a weight: ink=0.8 film=0.3."""
     entries = [_weight(text) for text in names or []]
     with _changed(folder, allow) as module:
         module.adapters.use([dict([e]) if e[0] != "-" else None for e in entries] if by_sample else dict(entries))
@@ -101,7 +102,7 @@ def use_adapters(
 
 @adapters.command("unload")
 def unload_adapter(folder: Saved, name: Named, allow: Allow = None, debug: Debug = False) -> None:
-    """Free the slot of an adapter."""
+    """Unload an adapter and free its slot."""
     with _changed(folder, allow) as module:
         module.adapters.unload(name)
     print(f"{name} is unloaded")
@@ -111,19 +112,20 @@ def unload_adapter(folder: Saved, name: Named, allow: Allow = None, debug: Debug
 def inspect(
     file: Source,
     model: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG_OR_DIR]", help="What it is to fit: a configuration, or a saved rewrite.")
+        str | None,
+        typer.Argument(metavar="[CONFIG_OR_DIR]", help="The model to check against: a configuration or a saved rewrite."),
     ] = None,
     adapter: Adapter = None,
     part: Part = None,
-    guess: Annotated[bool, typer.Option("--guess", help="Take layers by shape and order, where these are numbered.")] = False,
+    guess: Annotated[bool, typer.Option("--guess", help="Match numbered layers by shape and order.")] = False,
     set: Set = None,
     allow: Allow = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say what an adapter file is, what of it fits a model, and which pass would hold it; its weights are not read.
+    """Show what an adapter file contains, which layers fit a model, and which pass stores them. Reads no weights.
 
-    The exit code is 1 where nothing of it fits the model.
+    The exit code is 1 if nothing fits the model.
     """
     with _quiet_imports():
         found = fxplug.inspect_adapter(file, _model(model, set, allow), adapter=adapter, part=part, guess=guess)
@@ -153,17 +155,17 @@ def _model(subject: str | None, set_: list[str] | None, allow: list[str] | None)
 
 @adapters.command("extract")
 def extract_adapter(
-    base: Annotated[Path, typer.Argument(metavar="BASE", help="The checkpoint that was tuned: a file, or a model's folder.")],
-    tuned: Annotated[Path, typer.Argument(metavar="TUNED", help="What it became.")],
+    base: Annotated[Path, typer.Argument(metavar="BASE", help="The base checkpoint: a file or a model folder.")],
+    tuned: Annotated[Path, typer.Argument(metavar="TUNED", help="The fine-tuned checkpoint.")],
     out: Out,
-    rank: Annotated[str, typer.Option("--rank", help="A rank, or the share of each difference to keep: 0.98.")] = "16",
-    at: Annotated[str, typer.Option("--at", help="Which layers: a pattern, as in a pass.")] = "**",
+    rank: Annotated[str, typer.Option("--rank", help="The rank, or the share of each difference to keep: 0.98.")] = "16",
+    at: Annotated[str, typer.Option("--at", help="Which layers: a pattern, as `at` of a pass.")] = "**",
     as_: As = "kohya",
     part: Part = None,
     partial: Partial = False,
     debug: Debug = False,
 ) -> None:
-    """Make an adapter of what a tuned checkpoint has and its base has not."""
+    """Extract a LoRA from the difference of two checkpoints."""
     with show_progress("extract"):
         found = fxplug.extract(base, tuned, rank=_rank(rank), at=at)
     done = found.save(out, as_=as_, part=part, partial=partial, name=out.stem)
@@ -179,12 +181,12 @@ def resize_adapter(
     file: Source,
     out: Out,
     rank: Rank = None,
-    energy: Annotated[float | None, typer.Option("--energy", help="The share of the squares to keep: 0.98.")] = None,
-    ratio: Annotated[float | None, typer.Option("--ratio", help="Keep those above the largest divided by this.")] = None,
-    cumulative: Annotated[float | None, typer.Option("--cumulative", help="The share of the sum to keep.")] = None,
+    energy: Annotated[float | None, typer.Option("--energy", help="Keep this share of the squared values: 0.98.")] = None,
+    ratio: Annotated[float | None, typer.Option("--ratio", help="Keep values above the largest divided by this.")] = None,
+    cumulative: Annotated[float | None, typer.Option("--cumulative", help="Keep this share of the sum of values.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Write an adapter with lower ranks, by the singular values of its updates, under its own names."""
+    """Lower the rank of an adapter, by the singular values of each update. Keys keep their names."""
     _print_edited(fxplug.resize_adapter(file, out, rank=rank, energy=energy, ratio=ratio, cumulative=cumulative))
 
 
@@ -201,7 +203,7 @@ def convert_adapter(
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Write an adapter with the names that another tool reads."""
+    """Convert an adapter to the format of another tool."""
     with _quiet_imports():
         found: Any = _model(model, set, allow)
         done = fxplug.convert_adapter(file, out, as_=as_, model=found, family=family, part=part, partial=partial, name=out.stem)
@@ -210,14 +212,14 @@ def convert_adapter(
 
 @adapters.command("merge")
 def merge_adapters(
-    files: Annotated[list[str], typer.Argument(metavar="FILE[=WEIGHT] ...", help="The adapters, and how much of each.")],
+    files: Annotated[list[str], typer.Argument(metavar="FILE[=WEIGHT] ...", help="The adapters, each with its weight.")],
     out: Out,
-    how: Annotated[str, typer.Option("--how", help="cat, svd, linear, ties, dare_linear, ties_svd, kohya, ...")] = "cat",
+    how: Annotated[str, typer.Option("--how", help="The method: cat, svd, linear, ties, dare_linear, kohya, ...")] = "cat",
     rank: Rank = None,
-    density: Annotated[float | None, typer.Option("--density", help="The share of numbers that ties and others keep.")] = None,
-    sign: Annotated[str, typer.Option("--sign", help="The sign of most in ties: total or frequency.")] = "total",
-    clamp: Annotated[float | None, typer.Option("--clamp", help="Of svd: cut tensors at this quantile.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="What dare draws by.")] = 0,
+    density: Annotated[float | None, typer.Option("--density", help="For ties, dare and others: the share to keep.")] = None,
+    sign: Annotated[str, typer.Option("--sign", help="For ties: elect signs by total or frequency.")] = "total",
+    clamp: Annotated[float | None, typer.Option("--clamp", help="For svd: clamp tensors at this quantile.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="For dare: the random seed.")] = 0,
     as_: OtherAs = None,
     model: Model = None,
     family: Family = None,
@@ -225,7 +227,7 @@ def merge_adapters(
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Write several adapters as one: ink.safetensors=0.8 film.safetensors=0.3."""
+    """Merge several adapters into one: ink.safetensors=0.8 film.safetensors=0.3."""
     pairs = [(text, 1.0) if Path(text).exists() else _weight(text, last=True) for text in files]
     options: dict[str, Any] = {"rank": rank, "density": density, "sign": sign, "clamp": clamp, "seed": seed}
     with _quiet_imports():

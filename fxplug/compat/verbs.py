@@ -22,37 +22,37 @@ WEIGHTS = (".ckpt", ".safetensors", ".pt", ".pth", ".bin")
 
 
 def convert(
-    system: Annotated[str, typer.Argument(metavar="SYSTEM", help="The tool that the file is for: hcp or zhijian.")],
+    system: Annotated[str, typer.Argument(metavar="SYSTEM", help="The system: hcp (HCP-Diffusion) or zhijian (ZhiJian).")],
     file: Annotated[
         Path,
         typer.Argument(
             metavar="FILE",
-            help="Its YAML file with plugin_unet, plugin_TE, lora_unet, merge, or addins; a checkpoint of HCP-Diffusion; or "
-            "the folder of a saved rewrite, of which to write one.",
+            help="Its YAML file (plugin_unet, plugin_TE, lora_unet, merge or addins); a checkpoint of HCP-Diffusion; or "
+            "the folder of a saved rewrite, to write a checkpoint.",
         ),
     ],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The configuration, or checkpoint, to write.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The configuration or checkpoint to write.")] = None,
     into: Annotated[
-        Path | None, typer.Option("--into", metavar="DIR", help="The saved rewrite that a checkpoint's weights go into.")
+        Path | None, typer.Option("--into", metavar="DIR", help="The saved rewrite to load the checkpoint into.")
     ] = None,
     passes: Annotated[
-        list[str] | None, typer.Option("--pass", metavar="NAME", help="For which pass a checkpoint is, or whose. Repeatable.")
+        list[str] | None, typer.Option("--pass", metavar="NAME", help="The pass to read or write weights of. Repeatable.")
     ] = None,
-    ema: Annotated[bool, typer.Option("--ema", help="Take the averages of a checkpoint's weights.")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="Read the EMA weights of a checkpoint.")] = False,
     model: Annotated[
-        str | None, typer.Option("--model", help="The model, as in a configuration; or a configuration that has it (.yaml).")
+        str | None, typer.Option("--model", help="The model, as in a configuration, or a .yaml with it.")
     ] = None,
     part: Annotated[
-        str | None, typer.Option("--part", help="Whose plugins alone: unet or TE; else of both, where one run trains them.")
+        str | None, typer.Option("--part", help="Convert only unet or TE (default: both, if the file trains both).")
     ] = None,
     input: Annotated[
         list[str] | None,
-        typer.Option("--input", metavar="NAME=SIZES", help="What a plugin is fed: cond=n,3,8*h,8*w. Repeatable."),
+        typer.Option("--input", metavar="NAME=SIZES", help="The shape of a plugin's input: cond=n,3,8*h,8*w. Repeatable."),
     ] = None,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Convert the plugins of another system to a configuration, a checkpoint to a saved rewrite's weights, or the reverse."""
+    """Convert a configuration or checkpoint of another training system to fxplug, or a saved rewrite to its checkpoint."""
     if system not in SYSTEMS:
         raise SpecError(f"no system '{system}'{did_you_mean(system, SYSTEMS)}; there are {' and '.join(SYSTEMS)}")
     of_weights = system == "hcp" and file.suffix in WEIGHTS and not file.is_dir()

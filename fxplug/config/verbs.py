@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 def rewrite(
     config: ConfigArg,
     out: Annotated[Path | None, typer.Option("--out", help="The folder to save the result in.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List every site and write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the sites; write nothing.")] = False,
     set: Set = None,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not check the result.")] = False,
-    all_: Annotated[bool, typer.Option("--all", help="With --dry-run: a line for every site.")] = False,
-    page: Annotated[Path | None, typer.Option("--report", metavar="PAGE.html", help="Write a page about it, too.")] = None,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip the checks.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="With --dry-run: one line per site.")] = False,
+    page: Annotated[Path | None, typer.Option("--report", metavar="PAGE.html", help="Also write a report page.")] = None,
     debug: Debug = False,
 ) -> None:
     """Build, trace, rewrite and verify a model, and save the result."""
@@ -75,12 +75,12 @@ def rewrite(
 
 def sites(
     config: ConfigArg,
-    all_: Annotated[bool, typer.Option("--all", help="A line for every site, also for those that are alike.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="One line per site; do not fold repeated sites.")] = False,
     set: Set = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """List where the passes of a configuration act, with shapes and the parameters they add."""
+    """List the layers that the passes of a configuration change, with shapes and added parameters."""
     result = run_rewrite(read_config(config, set), dry_run=True, verify=False)
     if as_json:
         print_json({"models": [one.describe() for one in result.by_part.values()]})
@@ -102,12 +102,12 @@ def _print_part(part: str, result: Result) -> None:
 
 def diff(
     subject: Subject,
-    all_: Annotated[bool, typer.Option("--all", help="Every place, also those that are alike, and every line whole.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Show repeated parts and long lines in full.")] = False,
     set: Set = None,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Print what the passes changed, as a diff of the graph. Passes freeze nothing: fxplug.trainable names what trains."""
+    """Print the changes of the passes as a diff of the graph. Passes freeze no weights; call fxplug.trainable to do so."""
     if Path(subject).is_dir():
         from .flow import read_saved_diff
 
@@ -123,19 +123,19 @@ def diff(
 
 def show(
     subject: Subject,
-    modules: Annotated[bool, typer.Option("--modules", help="The tree of modules instead of the graph.")] = False,
-    code: Annotated[bool, typer.Option("--code", help="The generated Python instead of the graph.")] = False,
-    digest: Annotated[bool, typer.Option("--digest", help="The digest of a saved rewrite, for load(digest=...).")] = False,
-    forms: Annotated[bool, typer.Option("--forms", help="Which form each layer takes when it is lowered.")] = False,
-    merge: Annotated[str | None, typer.Option("--merge", help="With --forms: fold, live or auto.")] = None,
-    to: Annotated[str | None, typer.Option("--to", help="For other tools: model-explorer, dot, or svg.")] = None,
-    region: Annotated[str, typer.Option("--region", metavar="PATH", help="With --to dot or svg: which region.")] = "",
+    modules: Annotated[bool, typer.Option("--modules", help="Print the module tree instead of the graph.")] = False,
+    code: Annotated[bool, typer.Option("--code", help="Print the generated code instead.")] = False,
+    digest: Annotated[bool, typer.Option("--digest", help="Print a saved rewrite's digest, for load(digest=...).")] = False,
+    forms: Annotated[bool, typer.Option("--forms", help="Print how `lower` computes each layer.")] = False,
+    merge: Annotated[str | None, typer.Option("--merge", help="With --forms: how to merge: fold, live or auto.")] = None,
+    to: Annotated[str | None, typer.Option("--to", help="Write the graph as model-explorer, dot or svg.")] = None,
+    region: Annotated[str, typer.Option("--region", metavar="PATH", help="With --to dot or svg: draw this submodule.")] = "",
     out: Annotated[Path | None, typer.Option("--out", help="With --to: the file to write.")] = None,
     set: Set = None,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Print a rewritten model: its graph, its modules, its code, or the forms of its layers; or write it for other tools."""
+    """Print the graph, modules or code of a rewritten model, or write the graph for other tools."""
     if modules + code + digest + forms + (to is not None) > 1:
         raise typer.BadParameter("use only one of --modules, --code, --digest, --forms and --to")
     if to is None and (region or out):
@@ -159,14 +159,14 @@ def show(
 
 def passes(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="One pass: its parameters.", autocompletion=complete_pass)
+        str | None, typer.Argument(metavar="[NAME]", help="List the parameters of this pass.", autocompletion=complete_pass)
     ] = None,
-    page: Annotated[bool, typer.Option("--page", help="All about one pass, as Markdown: also what it changes.")] = False,
+    page: Annotated[bool, typer.Option("--page", help="Print the page of the pass (Markdown).")] = False,
     pages: Annotated[Path | None, typer.Option("--pages", metavar="DIR", help="Write the pages of all passes.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """List the passes that come with fxplug, or the parameters of one."""
+    """List the shipped passes, or the parameters of one."""
     if as_json and (page or pages is not None):
         raise typer.BadParameter("--json is not for --page and --pages, which write Markdown")
     if pages is not None:
@@ -220,7 +220,7 @@ def _describe_parameters(name: str) -> list[dict[str, Any]]:
 
 
 def schema(
-    page: Annotated[bool, typer.Option("--page", help="Every key as Markdown instead.")] = False, debug: Debug = False
+    page: Annotated[bool, typer.Option("--page", help="Print all keys as Markdown instead.")] = False, debug: Debug = False
 ) -> None:
-    """Print the JSON Schema of a configuration, for editors, or its keys as a page."""
+    """Print the JSON Schema of a configuration, for use in editors."""
     print(json_schema.make_page() if page else json.dumps(json_schema.make_schema(), indent=2), end="" if page else "\n")

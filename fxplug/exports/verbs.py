@@ -17,23 +17,23 @@ from .tool_files import TO_TOOLS, ToolOptions, export_to_tool
 
 def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")],
-    to: Annotated[str | None, typer.Option("--to", help=f"pt2 (else), aoti or onnx; for tools {', '.join(TO_TOOLS)}.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="The file to write; DIR.pt2 otherwise.")] = None,
-    device: Annotated[str | None, typer.Option("--device", help="Where compiled code will run: cpu or cuda.")] = None,
-    free: Annotated[str | None, typer.Option("--free", help="Which sizes stay free: all (else), batch or none.")] = None,
-    opset: Annotated[int | None, typer.Option("--opset", help="The version of ONNX's operations, for onnx.")] = None,
-    adapter: Annotated[str | None, typer.Option("--adapter", help="For tools: which adapter in the slots.")] = None,
-    passes: Annotated[list[str] | None, typer.Option("--pass", help="For tools: which pass without slots. Repeatable.")] = None,
-    partial: Annotated[bool, typer.Option("--partial", help="For tools: leave out what the format cannot hold.")] = False,
-    part: Annotated[str | None, typer.Option("--part", help="For tools: the part of a pipeline that this is.")] = None,
+    to: Annotated[str | None, typer.Option("--to", help=f"pt2 (default), aoti, onnx or a tool: {', '.join(TO_TOOLS)}.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The file to write (default: DIR.pt2).")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="The device that compiled code runs on: cpu or cuda.")] = None,
+    free: Annotated[str | None, typer.Option("--free", help="Which sizes are dynamic: all (default), batch or none.")] = None,
+    opset: Annotated[int | None, typer.Option("--opset", help="With onnx: the opset version.")] = None,
+    adapter: Annotated[str | None, typer.Option("--adapter", help="For tools: a loaded adapter.")] = None,
+    passes: Annotated[list[str] | None, typer.Option("--pass", help="For tools: a pass without slots. Repeatable.")] = None,
+    partial: Annotated[bool, typer.Option("--partial", help="For tools: skip what the format cannot store.")] = False,
+    part: Annotated[str | None, typer.Option("--part", help="For tools: the part of a pipeline that the model is.")] = None,
     merge: Annotated[
-        str | None, typer.Option("--merge", metavar="ink=0.8,film=0.3", help="For tools: the model, these merged into it.")
+        str | None, typer.Option("--merge", metavar="ink=0.8,film=0.3", help="For tools: the model, with these merged.")
     ] = None,
-    first_names: Annotated[bool, typer.Option("--first-names", help="With safetensors: the first code base's names.")] = False,
+    first_names: Annotated[bool, typer.Option("--first-names", help="With safetensors: use the original names.")] = False,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Export a saved rewrite: a program of torch.export's, a package (aoti) or model (onnx) with live adapters, or for tools.
+    """Export a saved rewrite with torch.export, AOTInductor or ONNX, or its adapters or model for another tool.
 
     Options default to the `export` section of the saved configuration.
     """

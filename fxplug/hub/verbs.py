@@ -15,12 +15,12 @@ from ..config.cli.verbs import Allow, Debug, show_progress
 def push(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="The repository: user/name.")],
-    base: Annotated[str | None, typer.Option("--base", help="The model on the hub that was rewritten, for the card.")] = None,
-    license: Annotated[str | None, typer.Option("--license", help="Its licence, for the card: apache-2.0.")] = None,
+    base: Annotated[str | None, typer.Option("--base", help="The base model on the hub, for the model card.")] = None,
+    license: Annotated[str | None, typer.Option("--license", help="The license, for the model card: apache-2.0.")] = None,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Put a saved rewrite into a repository on the Hugging Face Hub, with a card; a new one where there is none."""
+    """Push a saved rewrite to the Hugging Face Hub with a model card. Creates the repository if needed."""
     with show_progress("push"):
         commit = fxplug.push(folder, name, base, license, allow=allow or ())
     print(f"{name} is at {commit}")

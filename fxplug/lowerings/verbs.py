@@ -24,13 +24,13 @@ from ..config.cli.verbs import (
 
 def tune(
     subject: Subject,
-    compiled: Annotated[bool, typer.Option("--compiled", help="Measure the forms as torch.compile makes them.")] = False,
-    turns: Annotated[int, typer.Option("--turns", min=1, max=10_000, help="How often each form is measured.")] = 15,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Measure the compiled variants.")] = False,
+    turns: Annotated[int, typer.Option("--turns", min=1, max=10_000, help="The number of measurements per variant.")] = 15,
     set: Set = None,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Measure the forms of each layer with an update on this device, and show the one that `lower` takes."""
+    """Time the variants of each adapted layer on this device, and show the one that `lower` uses."""
     if Path(subject).is_dir():
         module = load_saved(subject, set, allow)
         args, kwargs = make_saved_call(subject, module)

@@ -22,34 +22,34 @@ def parallel(
         typer.Option(
             "--ways",
             metavar="AXIS=N,...",
-            help=f"Processes along each axis: {', '.join(AXES)}; auto takes what is predicted to be the fastest.",
+            help=f"Processes along each axis: {', '.join(AXES)}; auto picks the fastest by prediction.",
         ),
     ] = "",
     plan_only: Annotated[
-        bool, typer.Option("--plan-only", help="Find and print the plan, on the meta device where that can be.")
+        bool, typer.Option("--plan-only", help="Print the plan only; uses the meta device if possible.")
     ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Compare every value on simulated and on real processes with one process.")
+        bool, typer.Option("--check", help="Compare all values, on simulated and real processes, with one process.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", help="The folder to save the parallel model in; with --predict the picture.")
+        Path | None, typer.Option("--out", help="The folder to save the parallel model in; with --predict, the plot.")
     ] = None,
     predict: Annotated[
-        str, typer.Option("--predict", metavar="PIXELS,...", help="What each way will cost at these resolutions.")
+        str, typer.Option("--predict", metavar="PIXELS,...", help="Predict the cost of each split at these resolutions.")
     ] = "",
     devices: Annotated[
-        str, typer.Option("--devices", metavar="N,...", help="With --predict: how many devices; with --ways auto one number.")
+        str, typer.Option("--devices", metavar="N,...", help="With --predict: numbers of devices; with auto: one number.")
     ] = "2,4,8",
     link: Annotated[
-        str, typer.Option("--link", help="With these: nvlink, pcie, 100gbe, GB/s, or measured (under torchrun).")
+        str, typer.Option("--link", help="With these two: nvlink, pcie, 100gbe, GB/s, or measured (under torchrun).")
     ] = "nvlink",
-    speed: Annotated[float, typer.Option("--speed", help="With these: teraFLOP a second of a device.")] = 300.0,
-    at: Annotated[int, typer.Option("--at", help="With --predict: the resolution that the example inputs are for.")] = 0,
+    speed: Annotated[float, typer.Option("--speed", help="With these two: TFLOP/s per device.")] = 300.0,
+    at: Annotated[int, typer.Option("--at", help="With --predict: the resolution of the example inputs.")] = 0,
     set: Set = None,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Split a model over processes: print the plan, check it, save the model. Runs under torchrun too."""
+    """Split a model over processes: print the plan, check it, save the model. Also runs under torchrun."""
     if plan_only and (check or out):
         raise typer.BadParameter("--plan-only works without values: leave out --check and --out")
     given = {} if ways.strip() == "auto" else parse_degrees(ways)

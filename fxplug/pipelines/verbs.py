@@ -28,22 +28,22 @@ def show_recipes(
         str | None,
         typer.Argument(
             metavar="[NAME]",
-            help="The recipe to print; or a pipeline to look at: a folder, a name on the hub or a checkpoint. A list without.",
+            help="The recipe to print, or a pipeline to inspect: a folder, a name on the hub or a checkpoint.",
             autocompletion=complete_recipe,
         ),
     ] = None,
-    part: Annotated[str | None, typer.Option("--part", help="Which denoiser; all that are called without it.")] = None,
+    part: Annotated[str | None, typer.Option("--part", help="Which denoiser (default: all that the pipeline calls).")] = None,
     call: Annotated[
         list[str] | None,
-        typer.Option("--call", metavar="NAME=VALUE", help="What a pipeline is called with: num_frames=1. Repeatable."),
+        typer.Option("--call", metavar="NAME=VALUE", help="An argument for the pipeline: num_frames=1. Repeatable."),
     ] = None,
-    size: Annotated[str | None, typer.Option("--size", help="The size of pictures: 512, or 768x512, height first.")] = None,
+    size: Annotated[str | None, typer.Option("--size", help="The image size: 512, or 768x512 (height x width).")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """List the configurations of trainings that ship, or print one: `fxplug recipes sd15 > mine.yaml`.
+    """List the shipped training configurations, or print one: `fxplug recipes sd15 > mine.yaml`.
 
-    Of a pipeline print what it does around its denoiser, which is what `denoise` trains on, or why it cannot be trained.
+    For a pipeline, print how it calls its denoiser, which the task `denoise` trains on, or why you cannot train it.
     """
     known = list_recipes()
     given = part is not None or bool(call) or size is not None

@@ -17,13 +17,13 @@ from ..core.errors import SpecError
 
 def report(
     subject: Subject,
-    out: Annotated[Path | None, typer.Option("--out", help="The file, .html or .json; NAME.html otherwise.")] = None,
-    open_: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="The .html or .json file to write (default: NAME.html).")] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     set: Set = None,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Write a page about a rewrite or a training run: what it is, what changed where, what it costs, how it was checked."""
+    """Write a report page of a rewrite or training run: its model, changes, costs and checks."""
     from .reports import check_kind, report_folder
 
     path = Path(subject)

@@ -14,16 +14,16 @@ from ..config.cli.verbs import ConfigArg, Debug, Set, read_config, show_progress
 
 def train(
     config: ConfigArg,
-    out: Annotated[Path | None, typer.Option("--out", help="The folder of the run; out/NAME-TIME otherwise.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="The folder of the run (default: out/NAME-TIME).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in --out.")] = False,
     start: Annotated[
-        Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Go on from this checkpoint, or another run's newest.")
+        Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Resume from this checkpoint, or a run's newest.")
     ] = None,
     set: Set = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Hide progress.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Rewrite a model and train what its passes added, as the sections train and data say."""
+    """Rewrite a model and train the added parameters. The sections `train` and `data` have the settings."""
     found = read_config(config, set)
     with show_user_logs():
         done = fxplug.train(found, out=out, name=Path(config).stem, resume=start or resume, quiet=quiet, progress=show_progress)

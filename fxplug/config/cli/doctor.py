@@ -22,7 +22,7 @@ COMPILERS = {"c++": "torch.compile on a CPU, packages compiled ahead", "nvcc": "
 
 
 def doctor(as_json: Json = False, debug: Debug = False) -> None:
-    """List the versions found beside the versions tested, the devices, the compilers, and what each library is for."""
+    """List installed and tested versions of each library, devices and compilers."""
     rows = [_library_row(name) for name in LIBRARIES]
     names = {"c++": os.environ.get("CXX") or "g++", "nvcc": "nvcc"}
     found = [(name, shutil.which(names[name]) or "missing", used_for) for name, used_for in COMPILERS.items()]

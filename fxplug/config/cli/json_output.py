@@ -18,7 +18,7 @@ from ...core.errors import SpecError, find_suggestion, format_path, make_printab
 OPTION = "--json"
 _stdout: ContextVar[IO[str] | None] = ContextVar("stdout", default=None)
 
-Json = Annotated[bool, typer.Option(OPTION, help="Print one JSON value, and an error as one on stderr.")]
+Json = Annotated[bool, typer.Option(OPTION, help="Print the result as JSON on stdout, and errors as JSON on stderr.")]
 
 
 @contextmanager

@@ -165,11 +165,11 @@ def print_version(value: bool) -> None:
 Debug = Annotated[bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of an error.")]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Change a value first: passes.0.lora.rank=8. Repeatable."),
+    typer.Option("--set", metavar="PATH=VALUE", help="Override a value: passes.0.lora.rank=8. Repeatable."),
 ]
 Allow = Annotated[
     list[str] | None,
-    typer.Option("--allow", metavar="MODULE", help="A module whose blocks an artifact may use. Repeatable."),
+    typer.Option("--allow", metavar="MODULE", help="Let a saved rewrite import this module. Repeatable."),
 ]
 
 
@@ -192,7 +192,7 @@ def complete_pass(incomplete: str) -> list[str]:
 
 ConfigArg = Annotated[
     str,
-    typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped one.", autocompletion=complete_config),
+    typer.Argument(metavar="CONFIG", help="A YAML file, or a shipped configuration's name.", autocompletion=complete_config),
 ]
 Subject = Annotated[
     str,
