@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug.core.errors import SpecError
+from fxplug.core.errors import ArtifactError, SpecError
+from fxplug.exports.package_file import check_slots
 
 NAMES, SLOTS, RANK = [f"a{i}" for i in range(6)], 7, 4
 
@@ -161,6 +162,39 @@ def test_other_forms_of_the_module_give_the_same():
     assert calls == 1
     new.adapters.use({"a0": 0.5, "a1": 1.0})
     torch.testing.assert_close(fxplug.merge(new)(*x), new(*x), rtol=1e-3, atol=1e-3)
+    live = fxplug.lower(new, merge="live")
+    for module in (new, live):
+        module.adapters.unload("a0")
+        module.adapters.load("b", adapter(9))
+        module.adapters.use({"b": 0.5, "a2": 1.0})
+    torch.testing.assert_close(live(*x), new(*x), rtol=1e-3, atol=1e-3)
+    with pytest.raises(SpecError, match="per-sample adapters are not supported with merge='live'"):
+        live.adapters.use(["b", None, None, None])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("to", ["onnx", pytest.param("aoti", marks=pytest.mark.slow)])
+def test_exports_choose_by_sample(to, tmp_path):
+    gm = fxplug.trace(nn.Sequential(nn.Linear(6, 5)).eval(), torch.randn(4, 6, generator=torch.Generator().manual_seed(0)))
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="**", rank=2, slots=3, per_sample=2))
+    halves = [torch.randn(2, 2, 6, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    for name, (down, up) in zip("abc", halves, strict=True):
+        new.adapters.load(name, {"0.lora_A.weight": down, "0.lora_B.weight": up[:, :5].T.contiguous()})
+    new.adapters.use("a")
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(9))
+    path = fxplug.export(new, tmp_path, x, to=to).path
+    exported = fxplug.load_onnx(path) if to == "onnx" else fxplug.load_package(path, trusted=True)
+    exported.adapters.unload("c")
+    for what in ("a", [{"a": 0.5, "b": 1.0}, "b", None, "a"], None):
+        new.adapters.use(what)
+        exported.adapters.use(what)
+        torch.testing.assert_close(exported(x), new(x), rtol=1e-5, atol=1e-5)
+    with pytest.raises(SpecError, match="no adapter 'c'"):
+        exported.adapters.use("c")
+    check_slots(new.adapters)
+    new.lora.gates.table.which[0, 0] = 4
+    with pytest.raises(ArtifactError, match="must have .4. slots"):
+        check_slots(new.adapters)
 
 
 def test_what_has_no_form_by_sample_is_refused():

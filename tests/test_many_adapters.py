@@ -291,6 +291,7 @@ def test_modules_without_free_slots_are_refused():
     plain = fxplug.apply(base(), fxplug.load_pass("lora", at=["qkv"], rank=4))
     refused("pass 'lora' has no slots", module=plain)
     refused("needs a pass with slots", module=base())
+    refused("pass 'lora' has per_sample, .* leave per_sample out", module=slotted(per_sample=2))
     module = slotted(slots=1)
     train(module, [settings(0)])
     refused("'a0' is in a slot of pass 'lora' already", {}, module=module)

@@ -173,7 +173,7 @@ def _target(path: Path, to: str) -> Path:
         return path if path.suffix == ending else path.with_name(f"{path.name.removesuffix(f'.{to}')}{FORMATS[to]}")
 
 
-TABLE = ("names", "weights", "entries")  # what the gates of a pass are made of
+TABLE = ("names", "weights", "entries", "which")  # what the gates of a pass are made of, the last with `per_sample` alone
 
 
 # --- for a package
@@ -220,7 +220,7 @@ def _slots(module: TracedModule, facts: Mapping[str, Any]) -> dict[str, torch.Te
         return {}
     adapters = Adapters(module)
     names = [*facts["where"], *(f"{name}.gates.table.{row}" for name in adapters.banks for row in TABLE)]
-    return {adapters.where.get(name, name): adapters.tensor(name) for name in names}
+    return {adapters.where.get(name, name): tensor for name in names if (tensor := adapters.there(name)) is not None}
 
 
 # --- the program

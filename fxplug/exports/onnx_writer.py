@@ -222,6 +222,8 @@ def _lost(places: Mapping[str, list[str]], opset: int) -> str:
         more = f" and {len(where) - SHOWN} more places" if len(where) > SHOWN else ""
         lines.append(f"{name} at {', '.join(where[:SHOWN])}{more}")
     own = any(name.startswith("fxplug.") for name in places)
+    if any(name.startswith("aten.conv") for name in places):  # as beside convolutions of a pass with per_sample
+        lines[-1] += " (a convolution of as many groups as there are samples is written for one size: free='none')"
     out = "what this module was lowered from, module.meta['source']" if own else "to aoti or pt2, which have every operation"
     return (
         f"ONNX (opset {opset}) does not support {'; '.join(lines)}: replace it by other operations (a pass with place: "

@@ -181,6 +181,10 @@ def check_slots(adapters: Adapters) -> None:
             slots = {bank.slots for bank in rows}
             right = slots == {names.shape[0]} == {weights.shape[1]} and (names.dim(), weights.dim(), entries.dim()) == (2, 2, 0)
             right = right and weights.is_floating_point() and (names.dtype, entries.dtype) == (torch.uint8, torch.int64)
+            which = adapters.there(f"{name}.gates.table.which")  # of per_sample
+            if right and which is not None:
+                right = (which.dtype, which.dim(), len(which)) == (torch.int64, 2, len(weights))
+                right = right and bool(((which >= 0) & (which < len(names))).all())
             if not right:
                 raise ValueError(f"the table of {quote(name)} must have {sorted(slots)} slots")
             for bank in rows:

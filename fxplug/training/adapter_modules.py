@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ..blocks.base import get_kind
+from ..blocks.gathered import GatheredLora
 from ..blocks.lora import Lora
 from ..blocks.scale import Scale, Ssf
 from ..core.artifacts.modules import get_constructor_arguments, list_constructor_parameters
@@ -45,6 +46,12 @@ def list_adapter_passes(module: TracedModule) -> list[dict[str, Any]]:
     entries = [entry for entry in module.meta.get("passes", []) if entry["train"]]
     for entry in entries:
         kinds = {type(module.get_submodule(site["block"])) for site in entry["sites"] if site["block"]}
+        if GatheredLora in kinds:  # whose gates are two
+            raise SpecError(
+                f"pass '{entry['name']}' has per_sample, with which many adapters cannot be trained: leave per_sample out "
+                "here, and load what is trained into a module that has it",
+                path=("train", "adapters"),
+            )
         if not entry["slots"] and not (kinds and kinds <= WITHOUT_SLOTS):
             raise SpecError(
                 f"pass '{entry['name']}' has no slots, and many adapters are trained for those of passes that have some: give "
