@@ -79,8 +79,7 @@ def resize_adapter(
             number = _number(s, rank, energy, cumulative, ratio)
             if number < halves[0].shape[1] or entry.kind not in ("lora", "lora+bias"):
                 errors[entry.name] = _missing(s, number)
-                root = s[:number].sqrt()
-                entry = _lora(entry, up[:, :number] * root, root[:, None] * down[:number], entry.scale)
+                entry = _lora(entry, *_take_largest(up, s, down, number), entry.scale)
         made.append(entry)
     return write_own(file, made, path, dtype, errors)
 
@@ -222,6 +221,30 @@ def merge_adapters(
 
 
 # --- one layer
+
+
+@torch.no_grad()
+def cut_rank(entry: Entry, rank: int, where: str) -> Entry:
+    """Return the update of a layer with a lower rank, the best by singular values, as `resize_adapter` makes it.
+
+    Args:
+        entry: The update.
+        rank: The rank.
+        where: What stands before an error.
+
+    Returns:
+        A LoRA.
+
+    Raises:
+        ArtifactError: For an update that is no low-rank product alone.
+    """
+    up, s, down = low_rank.compute_svd(*_halves(entry, where))
+    return _lora(entry, *_take_largest(up, s, down, rank), entry.scale)
+
+
+def _take_largest(up: Tensor, s: Tensor, down: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    root = s[:number].sqrt()
+    return up[:, :number] * root, root[:, None] * down[:number]
 
 
 def _read(source: Source, **options: Any) -> AdapterFile:

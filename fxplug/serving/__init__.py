@@ -6,7 +6,10 @@ from typing import Any
 from ..core.extensions import Extension
 
 EXTENSION = Extension(name="serving", bases=("adapters", "pipelines"))
-NAMES = {"Cancelled": "parked", "Engine": "engine", "QueueFull": "tickets", "Request": "requests", "Ticket": "tickets"}
+NAMES = {
+    "AdapterInfo": "adapter_index", "AdapterStore": "store", "Cancelled": "parked", "Engine": "engine", "Lease": "store",
+    "QueueFull": "tickets", "Request": "requests", "Ticket": "tickets",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

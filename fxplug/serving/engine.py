@@ -22,6 +22,7 @@ from .joint_calls import ModelCaller
 from .learning import LearntKind, classify_request, learn_request
 from .parked import Cancelled, RequestThread, StepCount, copy_pipeline, make_stand_in
 from .requests import Request, get_strengths, make_call
+from .store import AdapterStore
 from .tickets import QueueFull, Ticket
 
 LOG = logging.getLogger("fxplug.serving")
@@ -75,7 +76,7 @@ class Engine:
         pipe: Any,
         *,
         also: Mapping[str, Any] | None = None,
-        store: Any = None,
+        store: AdapterStore | None = None,
         rows: int = ROWS,
         queue: int = QUEUE,
         buckets: Sequence[int] | None = None,
@@ -96,7 +97,8 @@ class Engine:
             models: Names of the models whose calls are made jointly; None is all but VAEs, whose `decode` waits like a call.
 
         Raises:
-            SpecError: For what is no pipeline of diffusers, numbers below 1, a bucket below 2, and an unknown model.
+            SpecError: For what is no pipeline of diffusers, numbers below 1, a bucket below 2, an unknown model, and a store
+                for other models.
         """
         self.pipes = {"": pipe, **(also or {})}
         for task, one in self.pipes.items():
@@ -107,6 +109,9 @@ class Engine:
         self.rows, self.queue, self.store = rows, queue, store
         self.forms = CallForms()
         self.models = list_models(self.pipes, models)
+        for name, module in store.modules.items() if store is not None else ():
+            if all(module is not model for model in self.models.values()):
+                raise SpecError(f"the store is for a {name} that is none of the engine's models: {', '.join(self.models)}")
         self.caller = ModelCaller(self.forms, [*self.models.values()], read_buckets(buckets, rows, compile), compile)
         self.stand_ins = {
             id(model): make_stand_in(model, ("decode",) if hasattr(model, "decode") else ("__call__",))
