@@ -197,8 +197,11 @@ many.train(many.slotted(slots=3), rows, out=sys.argv[1], save={"every": 2, "keep
 """
 
 
-def start(out, **more):
-    rows = [settings(n, steps=7) for n in range(4)]
+def start(out, spoil=None, backwards=False, last=7, **more):
+    rows = [settings(n, steps=7 if n < 3 else last) for n in range(4)]
+    if spoil is not None:
+        rows[2]["data"] = Samples(2, 30, spoil=spoil)
+    rows = rows[::-1] if backwards else rows
     given = {"out": out, "save": {"every": 2, "keep": 9}, "log": {"tensorboard": False}, **many.COMMON, **more}
     return Trainer(slotted(slots=3), "classify", adapters=rows, **given)
 
@@ -237,14 +240,27 @@ def test_killed_and_resumed_it_is_the_same_to_the_bit(tmp_path, fatal):
 
 
 def test_resumed_from_any_checkpoint_it_is_the_same_to_the_bit(tmp_path):
-    start(tmp_path / "whole").fit()
-    for path in list_checkpoints(tmp_path / "whole" / "checkpoints")[:-1]:
-        start(tmp_path / path.name).fit(resume=path)
+    """One gets NaN before or after it, and the list of adapters may have another order: each second time it has."""
+    whole = start(tmp_path / "whole", spoil=24)
+    whole.fit()
+    paths, ends = list_checkpoints(tmp_path / "whole" / "checkpoints")[:-1], []
+    for number, path in enumerate(paths):
+        resumed = start(tmp_path / path.name, spoil=24, backwards=number % 2 == 0)
+        resumed.fit(resume=path)
         assert equal(final(tmp_path / "whole"), final(tmp_path / path.name))
+        assert resumed.failed == whole.failed and list(whole.failed) == ["a2"]
+        ends.append(whole.runs[2].trainer.progress.step < read(path).step)
+    assert {*ends} == {False, True}
     rows = [{**settings(n, steps=7), **({"lr": 0.5} if n == 2 else {})} for n in range(4)]
     other = Trainer(slotted(slots=3), "classify", adapters=rows, out=tmp_path / "other", **many.COMMON)
     with pytest.raises(TrainError, match=r"(?s)another run.*adapters\.a2\.groups"):
         other.fit(resume=path)
+    shorter = start(tmp_path / "other", spoil=24, last=1)
+    before = copy.deepcopy(trained(shorter, "a0"))
+    match = r"adapter 'a3': (\d) steps were taken, and the run ends after 1: set 'steps' to \1 or more"
+    with pytest.raises(TrainError, match=match):
+        shorter.fit(resume=path)
+    assert equal(before, trained(shorter, "a0"))
 
 
 def test_an_interrupt_ends_all_after_one_step(tmp_path, monkeypatch):

@@ -244,7 +244,8 @@ class AdapterRuns:
         return self.history
 
     def _run(self) -> None:
-        waiting = [one for one in self.runs if not one.ended]
+        waiting = [one for one in self.states.runs if not one.ended]
+        waiting.sort(key=lambda one: one.trainer.progress.step == 0)  # those that had a slot before have one again
         try:
             with catch_interrupts() as asked, preserve_random_state():
                 while True:
@@ -281,6 +282,7 @@ class AdapterRuns:
                 waiting.remove(one)
                 self.rows.drawings[one.index] = one.start(lambda: self._asked)
                 self._active.append(one)
+                self._active.sort(key=self.states.runs.index)  # a batch is the same, to the bit, in a resumed run
             self._resume_all(self._active)
             if not any(map(self._has_room, waiting)):
                 return
@@ -307,7 +309,7 @@ class AdapterRuns:
             one.failed = str(error)
             self.watch.note(f"{one.name}: ended after step {trainer.progress.step}: {error}")
         elif not trainer.take_step.stop:
-            self.watch.note(f"{one.name}: {trainer.progress.step} steps, the last with a loss of {_last_loss(trainer)}")
+            self.watch.note(f"{one.name}: {trainer.progress.step} steps{_describe_loss(trainer, ', the last with a loss of ')}")
         one.ended = error is not None or not trainer.take_step.stop
 
     def _take_round(self) -> None:
@@ -327,7 +329,7 @@ class AdapterRuns:
 
     def _describe_steps(self) -> str:
         """Return how far the adapters are that train now, the first few by name."""
-        rows = [f"{one.name} step {one.trainer.progress.step}/{one.trainer.steps}, loss {_last_loss(one.trainer)}"
+        rows = [f"{one.name} step {one.trainer.progress.step}/{one.trainer.steps}{_describe_loss(one.trainer, ', loss ')}"
                 for one in self._active]  # fmt: skip
         return "; ".join([*rows[:3], *([f"and {len(rows) - 3} more"] if rows[3:] else [])])
 
@@ -412,9 +414,10 @@ class AdapterRuns:
                 save(self.module, self.out / "module", config=self.config)
 
 
-def _last_loss(trainer: Trainer) -> str:
+def _describe_loss(trainer: Trainer, before: str) -> str:
+    """Return the loss of the last step with what stands before it; "" where no step was taken here."""
     losses = [record["loss"] for record in trainer.history[-1:]]
-    return f"{losses[0]:.4g}" if losses and math.isfinite(losses[0]) else "none"
+    return f"{before}{losses[0]:.4g}" if losses and math.isfinite(losses[0]) else ""
 
 
 def _check_task(task: Task) -> None:

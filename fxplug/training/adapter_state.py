@@ -39,14 +39,15 @@ class AdapterStates:
         return Checkpoint(state, described, [random])
 
     def load_checkpoint(self, kept: Checkpoint) -> int:
-        """Restore all adapters from a checkpoint, and return the length that the log had. Raises TrainError."""
+        """Restore all adapters from a checkpoint, and return the length that the log had. The adapters then train in the order
+        that they had in it. Raises TrainError, with nothing changed."""
         progress = kept.state["progress"]
         known = progress.get("adapters")
         if not isinstance(known, dict) or known.keys() != {one.name for one in self.runs}:
             raise TrainError("it is not a checkpoint of these adapters")
+        states: dict[str, dict[str, Any]] = {}
         for one in self.runs:
-            own: dict[str, Any] = dict(known[one.name])
-            one.ended, one.failed = own.pop("ended"), own.pop("failed")
+            own = {key: value for key, value in known[one.name].items() if key not in ("ended", "failed")}
             state: dict[str, Any] = {"progress": own, "scaler": {}}
             start = f"{one.name}/"
             for key in TENSORS:
@@ -55,9 +56,15 @@ class AdapterStates:
             for key in OTHERS:
                 state[key] = kept.state[key][one.name]
             try:
-                one.trainer.state.load_state_dict(state)
+                one.trainer.state.check(state)
             except TrainError as error:
                 raise TrainError(f"adapter '{one.name}': {error}") from error
+            states[one.name] = state
+        self.runs.sort(key=lambda one: list(known).index(one.name))
+        for one in self.runs:
+            own = known[one.name]
+            one.ended, one.failed = own["ended"], own["failed"]
+            one.trainer.state.load_state_dict(states[one.name])
             one.trainer.take_step.checked = own["step"] > 0
             one.trainer.state.last_random = read_random_state(kept.random[0][one.name])
             if one.trainer.progress.step < one.trainer.steps and not one.failed:

@@ -57,8 +57,8 @@ class Progress:
         }
 
     def check(self, state: dict[str, Any]) -> None:
-        """Raise TrainError for a `state_dict` with an entry that is missing or out of range, or with a position between two
-        batches of this run."""
+        """Raise TrainError for a `state_dict` with an entry that is missing or out of range, a position between two batches
+        of this run, or one beyond its end."""
         for key in ("step", "epoch", "done", "epoch_samples", "best_step", "waited", "log_length"):
             value = state.get(key)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST:
@@ -72,6 +72,7 @@ class Progress:
                 raise TrainError(f"'progress.{key}' must be numbers by name, not {quote(state.get(key))}")
         if state["done"] > state["epoch_samples"]:
             raise TrainError(f"'progress.done' is {state['done']}, and an epoch has {state['epoch_samples']} samples")
+        self._check_length(state)
         if state.get("batch") == self.size and state["epoch_samples"] == self.batches * (self.size or 1):
             return
         if self.size is None or state.get("batch") is None or self.grouped:
@@ -91,6 +92,16 @@ class Progress:
             )
         if state.get("accumulate") is not None:
             raise TrainError("a plugin has changed 'accumulate' within the run, so batch and processes must stay as they were")
+
+    def _check_length(self, state: dict[str, Any]) -> None:
+        """Raise TrainError for a state beyond the end of this run: what it would leave is not what it was asked for."""
+        steps, epochs = self.settings.steps, self.settings.epochs or 1
+        if steps is not None and state["step"] > steps:
+            taken = state["step"]
+            raise TrainError(f"{taken} steps were taken, and the run ends after {steps}: set 'steps' to {taken} or more")
+        if steps is None and (state["epoch"], state["done"]) > (epochs, 0):
+            begun = state["epoch"] + (state["done"] > 0)
+            raise TrainError(f"{begun} epochs were begun, and the run ends after {epochs}: set 'epochs' to {begun} or more")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict` that `check` has accepted."""

@@ -90,7 +90,7 @@ class TrainState:
     def load_state_dict(self, state: State) -> None:
         """Load all of a `state_dict`. Raises TrainError that names the entry, with nothing changed, if one is missing,
         unexpected, of another shape, or out of range."""
-        self._check(state)
+        self.check(state)
         progress = dict(state["progress"])
         if self.ema is not None:
             self.ema.steps = progress.pop("ema_steps")
@@ -117,7 +117,9 @@ class TrainState:
         if self.ema is not None:
             fill(self.ema.average, state["ema"])
 
-    def _check(self, state: State) -> None:
+    def check(self, state: State) -> None:
+        """Raise TrainError that names the entry of a `state_dict` that is missing, unexpected, of another shape, or out of
+        range."""
         for key in ("weights", "ema", "optimizer", "scheduler", "scaler", "progress"):
             if not isinstance(state.get(key), dict):
                 raise TrainError(f"'{key}' is missing")
