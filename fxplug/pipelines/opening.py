@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -277,7 +278,8 @@ def silence_libraries() -> Iterator[None]:
     try:
         for library in libraries:
             library.disable_progress_bar()
-            library.set_verbosity_error()
+            if library.get_verbosity() != logging.ERROR:  # to set a level empties the caches of all loggers of the process
+                library.set_verbosity_error()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of how diffusers calls itself and torch
             yield
@@ -285,4 +287,5 @@ def silence_libraries() -> Iterator[None]:
         for library, (bars, verbosity) in zip(libraries, before, strict=True):
             if bars:
                 library.enable_progress_bar()
-            library.set_verbosity(verbosity)
+            if library.get_verbosity() != verbosity:
+                library.set_verbosity(verbosity)
