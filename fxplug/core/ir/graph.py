@@ -12,7 +12,7 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -160,14 +160,36 @@ def erase_unused(nodes: Iterable[fx.Node], which: Callable[[fx.Node], bool] | No
             erase([node])
 
 
-# a lookup that FX writes for a name such as "0"; or a string or comment, which is left as it is
-LOOKUP = re.compile(
-    r'''getattr\((self(?:\.\w+|\[[^\[\]]+\])*), "([^"\\]+)"\)|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|#[^\n]*'''
+# a path from the root, within the calls of getattr that FX writes for a name such as "0"; or a string or comment, which stays
+PATH = re.compile(
+    r'''(?<![\w.])((?:getattr\()*self(?:\.\w+|\[[^\[\]]+\]|, "[^"\\]+"\))+)|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|#[^\n]*'''
 )
-# a path from the root, in text without calls of getattr
-PATH = re.compile(r'''\bself((?:\.\w+|\[[^\[\]]+\])+)|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|#[^\n]*''')
-STEP = re.compile(r"\.(\w+)|\[[^\[\]]+\]")
+STEP = re.compile(r'''\.(\w+)|\[[^\[\]]+\]|, "([^"\\]+)"\)''')
 OF_THE_ROOT: set[str] = set()  # the names that a traced module has for itself, which its class says
+
+
+class _Statements(fx.Graph):
+    """A graph's nodes without the edges of regions, in a list: to write code FX asks no more, and a graph costs twice as much.
+
+    They are copies, as FX changes how nodes are printed while it writes, and another thread may use the graph's own.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__()
+        self.listed: list[fx.Node] = []
+        values: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            if _is_edge(node):
+                values[node] = values[cast(fx.Node, node.args[0])]
+                continue
+            args, kwargs = (fx.node.map_arg(given, values.__getitem__) for given in (node.args, node.kwargs))
+            values[node] = new = fx.Node(self, node.name, node.op, node.target, args, kwargs, node.type)
+            new.meta = node.meta
+            self.listed.append(new)
+
+    @property
+    def nodes(self) -> Any:
+        return self.listed
 
 
 class Graph(fx.Graph):
@@ -175,11 +197,7 @@ class Graph(fx.Graph):
 
     def python_code(self, root_module: str, **options: Any) -> Any:
         """The code of the graph without the edges of regions, with `self.blocks[0]` for a path."""
-        code = fx.Graph.python_code(without_edges(self), root_module, **options)
-        before = None
-        while "getattr(self" in code.src and before != code.src:
-            before = code.src
-            code.src = LOOKUP.sub(_indexed, code.src)
+        code = _Statements(self).python_code(root_module, **options)
         code.src = PATH.sub(_spelled, code.src)
         return code
 
@@ -187,18 +205,23 @@ class Graph(fx.Graph):
         return copy_graph(self)
 
 
-def _indexed(found: re.Match[str]) -> str:
-    return f"{found[1]}[{found[2] if found[2].isdigit() else repr(found[2])}]" if found[1] else found[0]
-
-
 def _spelled(found: re.Match[str]) -> str:
-    if found[1] is None:
-        return found[0]
-    steps = [
-        f"[{step[1]!r}]" if step[1] and is_indexed(step[1], first=step.start() == 0) else step[0]
-        for step in STEP.finditer(found[1])
-    ]
-    return "self" + "".join(steps)
+    return found[0] if found[1] is None else _spell(found[1])
+
+
+@functools.lru_cache(10_000)  # the graphs of a model have the same paths
+def _spell(path: str) -> str:
+    calls, path = path.split("self", 1)
+    lookups, text = len(calls) // len("getattr("), "self"
+    for step in STEP.finditer(path):
+        if step[2]:
+            if not lookups:  # an argument of a call around it
+                return text + path[step.start() :]
+            lookups -= 1
+            text += f"[{step[2] if step[2].isdigit() else repr(step[2])}]"
+        else:
+            text += f"[{step[1]!r}]" if step[1] and is_indexed(step[1], first=step.start() == 0) else step[0]
+    return "getattr(" * lookups + text
 
 
 @functools.cache
@@ -224,11 +247,15 @@ def without_edges(graph: fx.Graph) -> fx.Graph:
     new = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and node.target is ops.edge and isinstance(node.args[0], fx.Node):
-            values[node] = values[node.args[0]]
+        if _is_edge(node):
+            values[node] = values[cast(fx.Node, node.args[0])]
         else:
             copy_nodes([node], new, values)
     return new
+
+
+def _is_edge(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is ops.edge and isinstance(node.args[0], fx.Node)
 
 
 MODES = (ops.enter_grad, ops.enter_autocast)
