@@ -25,6 +25,7 @@ import fxplug
 from fxplug.core.errors import FxplugError, SpecError
 from fxplug.lowerings.hoist.cut import StageCut, prepare_graph
 from fxplug.lowerings.hoist.hoisted import IN_TURN
+from fxplug.parallel.runtime import pretended
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of diffusers' own schedulers
 GROUPS = {"conditions": ["text"], "time": ["t"]}
@@ -756,6 +757,44 @@ def test_a_step_cache_takes_the_step(policy):
     assert gm.training and not cached.eval().module.training
     cached.to(torch.float32)
     assert torch.equal(cached(**call), gm(**call))  # with gradients a step is computed in full
+
+
+WAYS = {"batch": 1, "rows": 1, "ring": 2, "ulysses": 1, "tensor": 1}
+
+
+class Mixed(nn.Module):
+    """The condition has the dtype of what attention among all tokens gave; that and its sizes are numbers of the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.text, self.query, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, text):
+        query = self.query(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        mixed = x + self.out(F.scaled_dot_product_attention(query, query, query).transpose(1, 2).flatten(2))
+        return mixed + self.text(text).to(mixed.dtype)[:, None].expand(-1, mixed.shape[1], -1).cos()
+
+
+def test_sizes_behind_an_exchange_are_found_without_one(monkeypatch):
+    monkeypatch.setattr(pretended, "WAIT", 10)  # seconds: a thread that holds the guard would wait for the other
+
+    def call(tokens):
+        gen = torch.Generator().manual_seed(tokens)
+        return {"x": torch.randn(2, tokens, 8, generator=gen), "text": torch.randn(2, 6, generator=gen)}
+
+    torch.manual_seed(0)
+    gm = fxplug.trace(Mixed().eval(), kwargs=call(6))
+    split = fxplug.parallelize(gm, fxplug.parallel_plan(gm, (), call(6), ring=2))
+    hoisted = fxplug.lower(split, fuse=None, hoist={"conditions": ["text"]})
+    assert hoisted._cut.late and hoisted.used == ("conditions", "step")
+    with torch.no_grad():
+        for tokens in (6, 7, 6):  # of 7 one process has 4, and the other 3
+            given = call(tokens)
+            want = pretended.run_simulated(WAYS, lambda _, given=given: split(**given))
+            for _ in range(2):
+                found = pretended.run_simulated(WAYS, lambda _, given=given: hoisted(**given))
+                assert all(map(torch.equal, found, want))
+    assert hoisted.counts == {"conditions": 4, "step": 12}  # each process keeps its own
 
 
 def test_what_does_not_go_together_is_refused():

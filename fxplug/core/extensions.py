@@ -202,6 +202,14 @@ class DistributedPart(Derivation[M]):
         """Run as the first process for a time, with nothing travelling."""
         raise NotImplementedError
 
+    def without_exchange(self) -> AbstractContextManager[None]:
+        """Run as this process for a time, with nothing travelling: of what others would send the sizes alone are right."""
+        raise NotImplementedError
+
+    def get_ranks(self) -> dict[str, int]:
+        """Return this process's rank along each axis of the processes that run the module."""
+        raise NotImplementedError
+
     def before_call(self, root: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Check before each call of the module `root` that all processes call it alike. Raises GuardError."""
         raise NotImplementedError

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ...blocks.base import Table
 from ...core.errors import GuardError, SpecError
+from ...core.extensions import DistributedPart
 from ...core.ir.calls import check_samples, has_hooks
 from ...core.ir.containers import list_leaves, map_leaves
 from ...core.ir.entry_checks import find_refusal, get_signature, is_repeatable
@@ -75,6 +77,7 @@ class HoistedModule(Stepped):
         early = [layer for stage in self._cut.stages[:-1] for layer in self._layers[stage.name]]
         self._drawing = list(dict.fromkeys(layer for layer in early if is_random_layer(layer, True)))
         self._tables = [part for part in module.modules() if isinstance(part, Table)]
+        self._split = next((part for part in module.modules() if isinstance(part, DistributedPart)), None)
         self._binder = CallBinder(get_signature(module))
         self._names = {node.name: str(node.target).lstrip("*") for node in self._cut.inputs}
         self._guard = threading.RLock()
@@ -240,18 +243,20 @@ class HoistedModule(Stepped):
             return self._place(call, form)
 
     def _find_form(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallForm:
-        form = self._forms.get(call.form)
+        key = call.form if self._split is None else (call.form, *self._split.get_ranks().items())
+        form = self._forms.get(key)
         if form is None:
             number = max((known.number for known in self._forms.values()), default=0) + 1
-            form = self._forms[call.form] = CallForm(number, find_refusal(self.module, args, kwargs) or "")
+            form = self._forms[key] = CallForm(number, find_refusal(self.module, args, kwargs) or "")
             if not form.refused and self._cut.late:
                 if self._offload is not None:
                     self._move_weights(self._offload.bring)
-                find_sizes(self._cut, form, [call.values[name] for name in self._names.values()])
+                with self._split.without_exchange() if self._split else nullcontext():  # nobody waits for the others here
+                    find_sizes(self._cut, form, [call.values[name] for name in self._names.values()])
             if len(self._forms) > FORMS:
                 _, gone = self._forms.popitem(last=False)
                 self._kept.drop(lambda key: key.form == gone.number)
-        self._forms.move_to_end(call.form)
+        self._forms.move_to_end(key)
         return form
 
     def _place(self, call: Call, form: CallForm, like: CallPlan | None = None) -> CallPlan:

@@ -63,6 +63,20 @@ class Collective(DistributedPart[TracedModule], Block):
             if before is not None:
                 self.world = before
 
+    @contextlib.contextmanager
+    def without_exchange(self) -> Iterator[None]:
+        """Run as this process, without communication."""
+        world = self.here()
+        token = PRETENDED.set(MeshPosition({axis: world.sizes[axis] for axis in self.ways}, world.ranks, {}))
+        try:
+            yield
+        finally:
+            PRETENDED.reset(token)
+
+    def get_ranks(self) -> dict[str, int]:
+        """Return this process's rank along each axis of the mesh."""
+        return self.here().ranks
+
     def saved_form(self, module: TracedModule) -> TracedModule:
         if parts := module.meta.get(PARTS):
             raise ArtifactError(
