@@ -633,6 +633,29 @@ def test_slots_are_switched_in_every_form(options):
     check(plain, hoisted, **inputs())
 
 
+def test_slots_of_a_gathered_bank_are_switched():
+    gm, _ = make()
+    gm = fxplug.apply(gm, fxplug.load_pass("lora", at="**", rank=2, slots=4, per_sample=2))
+    for seed, name in enumerate(("ink", "film", "oil")):
+        gm.adapters.load(name, fuzz_hoist.make_adapter(gm, seed))
+    hoisted = fxplug.lower(gm, fuse=None, hoist=GROUPS)
+    choices = [["ink", None], [{"film": 0.5, "oil": -1.0}, "film"], [{"oil": -1.0, "film": 0.5}, "film"], "oil"]
+    for choice in [*choices, *(hoisted.adapters.rows(each) for each in choices)]:
+        with hoisted.adapters.using(choice):
+            check(gm, hoisted, **inputs())
+            assert check(gm, hoisted, **inputs()) == {}
+        hoisted.adapters.use(choice)
+        assert check(gm, hoisted, **inputs()) == {}
+    (table,) = hoisted._tables
+    table.which.fill_(3)  # of all numbers that a table has these alone: each sample takes the zeros
+    assert check(gm, hoisted, **inputs())
+    with torch.no_grad():
+        hoisted.adapters.use(None)
+        want = gm(**inputs())
+        hoisted.adapters.use("ink")
+        assert not torch.equal(hoisted(**inputs()), want)
+
+
 @pytest.mark.filterwarnings("ignore:hoist. the condition")  # three threads have more than are kept
 def test_threads_with_other_adapters_and_prompts_get_their_own():
     gm, _ = make()

@@ -57,7 +57,9 @@ class HoistedModule(Stepped):
     A kept value is used only if all that it was computed from is the same: its inputs by their bits, its weights by identity,
     address and version, the choice of adapters by its numbers, and torch's modes. Anything else is computed. With gradients, in
     training, with hooks on layers that stages call, and where a mode of torch watches operations, nothing is kept and `module`
-    itself is called. After a write through `.data` of a weight, which leaves no trace, call `reset()`.
+    itself is called. After a write through `.data` of a weight, which leaves no trace, call `reset()`. Kernels of fused
+    optimizers leave none either: `Optimizer.step` is seen, and after a direct call, such as `torch._fused_adamw_`, call
+    `reset()`.
 
     Of a module that is split over processes all that they exchange is of the step, so that each keeps values of its own.
 
@@ -141,7 +143,7 @@ class HoistedModule(Stepped):
             places = {name: self._places[name] for name in early}
             self._watch = WeightWatch(places, {name: self._layers[name] for name in early})
             self._forms: OrderedDict[Any, CallForm] = OrderedDict()
-            self._slots: tuple[Any, bytes] = (None, b"")
+            self._slots: tuple[Any, bytes, list[Tensor]] = (None, b"", [])
             self._schedule = RunSchedule()
 
     def _reset_stateful_cache(self, recurse: bool = True) -> None:
@@ -271,15 +273,16 @@ class HoistedModule(Stepped):
         return CallPlan(call, form, conditions, time, like.slots if like else self._read_slots())
 
     def _read_slots(self) -> bytes:
-        """Read which adapters are in use, and how much of each."""
+        """Read which adapters are in use, and how much of each: all numbers of the tables, but names."""
         if not any(stage.slotted for stage in self._cut.stages):
             return b""
-        tensors = [tensor for table in self._tables for tensor in (table.weights, table.entries)]
+        numbers = [(t._buffers["weights"], t._buffers["entries"], t._buffers.get("which")) for t in self._tables]
+        tensors = [tensor for row in numbers for tensor in row if tensor is not None]
         if any(tensor.is_inference() for tensor in tensors):
             return read_bytes(tensors)
         state = [(id(tensor), tensor.data_ptr(), version(tensor)) for tensor in tensors]
         if state != self._slots[0]:
-            self._slots = state, read_bytes(tensors)
+            self._slots = state, read_bytes(tensors), tensors  # held, so that no other gets the identity of one that is gone
         return self._slots[1]
 
     def _warn_of_changes(self) -> None:
