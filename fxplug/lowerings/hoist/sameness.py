@@ -3,7 +3,8 @@
 > A kept value is used only if all that it was computed from is the same: its inputs by their bits, its weights by identity,
 > address and version, the choice of adapters by its numbers, and torch's modes. Anything else is computed.
 
-A write through `.data` of a weight leaves its version as it was, and is the one thing that is not seen.
+Two writes of weights leave their version as it was and are not seen: through `.data`, and by a fused optimizer's kernel that is
+called without `Optimizer.step`.
 """
 
 from __future__ import annotations
