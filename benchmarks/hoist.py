@@ -29,7 +29,7 @@ import torch
 from record import write
 
 import fxplug
-from fxplug.core.errors import FxplugError
+from fxplug.core.errors import FxplugError, GuardError
 from fxplug.core.ir.containers import map_leaves
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -251,6 +251,7 @@ def measure_family(model: Any, call: dict[str, Any]) -> dict[str, Any]:
              for value in (3, 1)]  # fmt: skip
     for module in (gm, hoisted):  # whose code is written at the first call
         module(**copy_of(call))
+    prompts = [prompt for prompt in prompts if takes(gm, {**call, **prompt})] or [{}]  # some decide by values
     equal, spent = 0, {"seconds hoisted": 0.0, "seconds": 0.0}
     for turn in range(CHANGES):
         call |= {inputs[0]: map_leaves(call[inputs[0]], new), **draw.choice(times), **draw.choice(prompts)}
@@ -268,6 +269,15 @@ def measure_family(model: Any, call: dict[str, Any]) -> dict[str, Any]:
     share = sum(row.weights for row in hoisted.stages[:-1]) / max(1, sum(p.numel() for p in gm.parameters()))
     return {"equal": equal, "calls": CHANGES, "found": kept, "no step needs": round(share, 3),
             **{key: round(value, 3) for key, value in spent.items()}}  # fmt: skip
+
+
+def takes(gm: Any, call: dict[str, Any]) -> bool:
+    """Whether a graph is for these inputs: some that its model decides by must stay as they are."""
+    try:
+        gm(**copy_of(call))
+    except GuardError:
+        return False
+    return True
 
 
 def copy_of(value: Any) -> Any:
