@@ -14,6 +14,7 @@ from torch import nn
 from ..core.errors import SpecError, did_you_mean, quote
 from ..core.ir.containers import list_leaves, map_leaves
 from .opening import call_parameters, is_modular, quote_error, silence_libraries
+from .pipeline_errors import explain_lacking_parts, hint_at_lacking_texts, is_own_error, suppress_pipeline_errors
 from .step_inputs import StepInputs
 from .tracing import record_first_calls
 
@@ -80,7 +81,7 @@ class ExampleCall:
         """Return what is seen in two steps of the pipeline."""
         latent = {"output_type": "latent"} if "output_type" in self.names else {}
         seen = StepInputs(results=self.results)
-        with contextlib.suppress(Exception), silence_libraries():  # the pipeline's, which its first call did not raise
+        with suppress_pipeline_errors(), silence_libraries():  # which its first call did not raise
             call = {**self._arguments(count, changes), **latent}
             record_first_calls(self.pipe, {self.part: self.pipe.components[self.part]}, (), call, True, seen)
         return seen
@@ -101,14 +102,18 @@ class ExampleCall:
             self.first()
         except SpecError:
             raise
-        except Exception as error:  # the pipeline's
+        except Exception as error:
+            if is_own_error(error):
+                raise
             if not self._give_pictures():
                 raise self._failed(error) from error
         self.check_size()
         try:
             return self.first(2)
-        except Exception:  # it takes one text alone
-            return self.first()
+        except Exception as error:
+            if is_own_error(error):
+                raise
+            return self.first()  # it takes one text alone
 
     def forms(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Yield what the part is called with in the forms in which it may be called, each once, by the sizes of its tensors and
@@ -128,7 +133,7 @@ class ExampleCall:
             *((1, {n: [self.arguments[n]] * (count - 1) + [text] for n, text in longer.items()}) for count in counts[1:]),
             *((count, changes) for changes in self._other_sizes() for count in counts[: 1 + listed]),
         ):  # fmt: skip
-            with contextlib.suppress(Exception):  # a value that this pipeline does not take
+            with suppress_pipeline_errors():  # about a value that it does not take
                 looked_at = several or (count == 1 and changes in guided)
                 calls = self.step_calls(count, **changes) if looked_at else [self.first(count, **changes)]
                 several = several or len(calls) > 1
@@ -179,7 +184,7 @@ class ExampleCall:
         free = [name for name in PICTURES if name in self.names and name not in self.arguments]
         for names in dict.fromkeys([(name,) for name in free] + [tuple(free)]) if free else ():
             given: dict[str, Any] = {name: Image.new("RGB", (width, height), "grey") for name in names}
-            with contextlib.suppress(Exception):  # the pipeline's: it was something else that it lacks
+            with suppress_pipeline_errors():  # it was something else that it lacks
                 self.first(**given)
                 self.arguments.update(given)
                 return True
@@ -187,9 +192,11 @@ class ExampleCall:
 
     def _failed(self, error: Exception) -> SpecError:
         """Return the error for a call that the pipeline refuses: with the argument that it is, and the sizes that it takes."""
+        if lacking := explain_lacking_parts(self.pipe, error):
+            return lacking
         kind = type(self.pipe).__name__
         said = ", ".join(f"{name}={quote(value, 40)}" for name, value in self.arguments.items())
-        finding = f"{kind} cannot be called with {said}: {quote_error(error)}"
+        finding = f"{kind} cannot be called with {said}: {quote_error(error)}{hint_at_lacking_texts(self.pipe)}"
         sides = [side for name in SIDES if isinstance(side := self.arguments.get(name), int)]
         taken = self._accepted(max(sides)) if sides else []
         if len(taken) == 2 and any(side % (step := taken[1] - taken[0]) for side in sides):
@@ -218,7 +225,9 @@ class ExampleCall:
         """Return shapes and numbers of the part's first call; None if the pipeline refuses the call."""
         try:
             return map_leaves(self.first(**changes), lambda tensor, _: tuple(tensor.shape))
-        except Exception:  # the pipeline's
+        except Exception as error:
+            if is_own_error(error):
+                raise
             return None
 
     def _drawn(self, name: str) -> int:

@@ -17,6 +17,7 @@ from .call_forms import FORMS, add_call_forms
 from .diffusers_types import pipeline_part
 from .example_call import ExampleCall, call_arguments, encode_once
 from .opening import call_parameters, open_pipeline, quantize_part, silence_libraries
+from .pipeline_errors import is_own_error
 from .step_inputs import note_groups
 from .tracing import find_models, record_first_calls
 
@@ -128,7 +129,9 @@ def _parts(pipe: Any, wanted: Any, arguments: dict[str, Any]) -> list[str]:
                 called = list(record_first_calls(pipe, denoisers, (), {**arguments, **known}, True))
         except FxplugError:
             raise
-        except Exception:  # the pipeline's, which is reported when it is called for its part
+        except Exception as error:  # the pipeline's is reported when it is called for its part
+            if is_own_error(error):
+                raise
             called = list(denoisers)
     if len(called) != 1:
         found = ", ".join(called or models)

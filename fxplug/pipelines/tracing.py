@@ -23,6 +23,7 @@ from ..core.ir.variants import LIMIT
 from ..core.torch_internals.modules import replace_forward
 from .control import META, SettingsProxy, controlnet_of, join, make_stub, read_settings
 from .diffusers_types import PipelinePart, pipeline_part
+from .pipeline_errors import is_own_error
 from .recorded_run import EndOfRecording
 from .step_inputs import StepInputs, note_groups
 
@@ -211,7 +212,7 @@ def record_first_calls(
         with torch.no_grad(), contextlib.suppress(EndOfRecording), watched:
             try:
                 pipe(*args, **call)
-            except Exception:  # the pipeline's, which may mind results that are not a model's
-                if inputs is None or not enough or len(calls) < len(models):
+            except Exception as error:  # of a pipeline, which may mind results that are not a model's
+                if inputs is None or not enough or len(calls) < len(models) or is_own_error(error):
                     raise
     return calls
