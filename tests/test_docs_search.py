@@ -52,6 +52,7 @@ QUESTIONS = {
     "captions folder format dataset": ["faq#How a dataset folder looks: pictures and captions"],
     "sample prompts preview images during training": ["faq#Sample pictures during training"],
     "train several loras at once": ["guides/training#Train many adapters at once"],
+    "ship model without diffusers": ["guides/exports#Ship a rewritten model to a machine without diffusers"],
     "export onnx": ["guides/exports#Export to ONNX"],
     "push to huggingface hub": ["guides/hub#The Hugging Face Hub"],
     "train sdxl lora": ["families/sdxl#Stable Diffusion XL (SDXL)", "families/sdxl#Train sdxl: LoRA"],

@@ -61,6 +61,12 @@ class Broken(Block):
         raise KeyError("width")
 
 
+class Guessing(Block):
+    @classmethod
+    def at(cls, site):
+        return cls(site.value.shape)
+
+
 def lora(**params):
     return fxplug.load_pass("lora", **params)
 
@@ -314,6 +320,8 @@ def test_a_failing_constructor_is_told_with_its_place_and_its_error(net):
     with pytest.raises(fxplug.SpecError, match=r"^p: head: Broken.at failed: KeyError: ") as caught:
         fxplug.apply(net.gm, one(Broken, path="head"))
     assert type(caught.value.__cause__) is KeyError
+    with pytest.raises(fxplug.SpecError, match="'Site' object has no attribute 'value'; a site has x and y, .*parameter"):
+        fxplug.apply(net.gm, one(Guessing, path="head"))
 
 
 def refused(net, made, **options):

@@ -59,6 +59,8 @@ def make_block(
         raise SpecError(f"{p.name}: {site.node or site.path or 'the model'}: {text}", where=rule.where) from error.__cause__
     except Exception as error:  # the block's, which may be the user's
         made = f"{kind.__name__}.at failed: {type(error).__name__}: {error}"
+        if isinstance(error, AttributeError) and isinstance(error.obj, Site):
+            made += "; a site has x and y, whose shape is known, module, path and, with 'place: param', parameter"
         raise SpecError(f"{p.name}: {site.node or site.path or 'the model'}: {made}", where=rule.where) from error
     owner = tree
     *parents, last = name.split(".")
