@@ -655,7 +655,7 @@ def test_two_real_processes_decide_as_one(tmp_path):
 
 def test_processes_with_other_inputs_are_told():
     base, new, ways = parallel("pixart", ulysses=2)
-    with pytest.raises(fxplug.GuardError, match="the input hidden_states of process 1 is not that of process 0"):
+    with pytest.raises(fxplug.GuardError, match="the input hidden_states of process 1 differs from process 0"):
         run_simulated(ways, lambda rank: run(StepCache(new, Every(2), clock=None), changed(base, rank)))
 
 

@@ -125,7 +125,7 @@ def test_scales_of_norms_of_every_kind_are_folded():
     assert "layer.bias" in hold(loud(fxplug.apply(base.gm, behind("adapters:Ssf", "layer"))), base).state_dict()
     for gm, found in (
         (fxplug.apply(base.gm, behind("adapters:Ssf", "root")), "'root' adds no bias"),
-        (fxplug.apply(base.gm, behind("blocks:Scale", "group")), "scales dimension -1, which is not that of the layer's"),
+        (fxplug.apply(base.gm, behind("blocks:Scale", "group")), "scales dimension -1, not the layer's channels"),
         (put(base, "ssf", at="batch"), "'batch.weight' is also read by 'batch_norm' without it"),
     ):
         with pytest.raises(fxplug.SpecError, match=found):

@@ -573,10 +573,10 @@ def process(rank, folder):
     bank.adapters.load("ink", {"head.lora_A.weight": torch.ones(2, 24), "head.lora_B.weight": torch.ones(16, 2)})
     waiting = fxplug.pipefusion(bank, inputs(), stages=2, patches=3, overlap=False, check=False)
     for each in (found, late, waiting):
-        with pytest.raises(fxplug.GuardError, match="the input 0 of process 1 is not that of process 0"):
+        with pytest.raises(fxplug.GuardError, match="the input 0 of process 1 differs from process 0"):
             image(each, seed=rank)  # as where nobody gives a seed
     waiting.adapters.use("ink" if rank else None)
-    with pytest.raises(fxplug.GuardError, match=r"buffer 'lora.gates.table.weights' of process 1 is not that of process 0"):
+    with pytest.raises(fxplug.GuardError, match=r"buffer 'lora.gates.table.weights' of process 1 differs from process 0"):
         image(waiting)
     waiting.adapters.use("ink")
     image(waiting)
@@ -601,7 +601,7 @@ def odd_one(rank, case, late):
     new = (fxplug.stale_sequence if late else fxplug.pipefusion)(own(), inputs(), **kind, check=False)
     x, time = inputs()
     text = {
-        "skips a call": "input 1 of process 1 is not that of process 0",
+        "skips a call": "input 1 of process 1 differs from process 0",
         "other size": "process 0 is at step 3 of an image; process 1 is at step 0",
         "begins an image": "process 0 is at step 3 of an image; process 1 is at step 0",
         "looks": r"process 0 is at step 3 of an image; process 1 is at .*, which needs all of a result",

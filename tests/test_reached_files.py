@@ -260,7 +260,7 @@ def test_what_is_written_computes_the_same_in_peft_and_here(name, tmp_path):
 
 @pytest.mark.parametrize(("make", "passes", "finding"), [
     (Attention, [weights(at="attn.out_proj"), fxplug.load_pass("loha", at="attn", param="in_proj_weight", rank=2)],
-     "'attn.*' is loha of a parameter that no called layer has, of which PEFT has only LoRA"),
+     "'attn.*' is loha of a parameter that no called layer has, for which PEFT supports only LoRA"),
     (Attention, [fxplug.load_pass("dora", at="attn.out_proj", rank=2)], "'attn.out_proj' is dora of a parameter"),
     (Widths, [weights(at="attn.out_proj")], "'attn.out_proj' is in a MultiheadAttention with kdim or vdim"),
     (Attention, [weights(at="attn", param="in_proj_weight"), fxplug.load_pass("lora", at="fc", rank=1, bias=True)],

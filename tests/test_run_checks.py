@@ -90,7 +90,7 @@ def test_options_of_a_schedule(tmp_path, options, how):
 
 
 @pytest.mark.parametrize(("optimizer", "message"), [
-    ({"adamw": {"lr": 0.5}}, "optimizer.adamw.lr: has no effect, because each group .* set train.lr"),
+    ({"adamw": {"lr": 0.5}}, "optimizer.adamw.lr: has no effect, as each group .* set train.lr"),
     ({"SGD": {"momentum": 0.9, "weight_decay": 0.1}}, "optimizer.SGD.weight_decay: has no effect, .* set train.weight_decay"),
     ({"torch.optim:Adam": {"lr": 0}}, "optimizer.torch.optim:Adam.lr: has no effect"),
     ({"adamw": {"eps": math.nan}}, "optimizer.adamw.eps: must be a finite number, not nan"),

@@ -258,7 +258,7 @@ def test_what_is_done_to_the_module_leaves_the_encoder(tmp_path, key, monkeypatc
 
 
 def test_what_trains_of_the_base_of_an_encoder_is_beside_its_passes(tmp_path):
-    with pytest.warns(UserWarning, match=r"adapter/ is not written, module/ and text/ have all that trains"):
+    with pytest.warns(UserWarning, match=r"adapter/ is not written; module/ and text/ have all trained weights"):
         run = train(tmp_path, options={"trainable": ["final_layer_norm"], "lr": 0.25}, train__steps=1)
     groups = {group["name"]: (group["lr"], len(group["names"])) for group in run.trainer.groups}
     assert groups["text_encoder"] == (0.25, 2) and groups["text_encoder.lora"] == (RATES["text"], 8)

@@ -157,7 +157,7 @@ def pop_changes(facts: LayerFacts, tensors: dict[str, Tensor]) -> list[Entry]:
     for role in [*(role for role in (*WHOLE, *SET) if role in tensors), *whole]:
         value = tensors.pop(role)
         if not value.numel() or not 1 <= value.dim() <= 5:
-            raise facts.error(f"has a {role} of shape {list(value.shape)}, which is not that of a parameter")
+            raise facts.error(f"has a {role} of shape {list(value.shape)}, which fits no parameter")
         method, name = ("diff", "delta") if role in WHOLE else ("whole", "whole")
         own = {name: value.flatten() if role == "beft_bias" else value}
         param, of = {**WHOLE, **SET}.get(role, role.removeprefix(WHOLE_OF)), facts

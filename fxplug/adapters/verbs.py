@@ -39,7 +39,7 @@ Partial = Annotated[bool, typer.Option("--partial", help="Skip updates that the 
 Out = Annotated[Path, typer.Option("--out", help="The adapter file or folder to write.")]
 Rank = Annotated[int | None, typer.Option("--rank", help="The rank, or the highest rank of a layer.")]
 As = Annotated[str, typer.Option("--as", help="The format: peft, diffusers, kohya, comfy, lycoris or fxplug.")]
-OtherAs = Annotated[str | None, typer.Option("--as", help="The format (default: that of the first file).")]
+OtherAs = Annotated[str | None, typer.Option("--as", help="The format (default: as the first file).")]
 Model = Annotated[str | None, typer.Option("--model", metavar="CONFIG_OR_DIR", help="The model that the adapter is for.")]
 Family = Annotated[str | None, typer.Option("--family", help="The model by its family: sd1, sdxl, flux, ...")]
 

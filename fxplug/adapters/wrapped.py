@@ -44,7 +44,7 @@ def convert_to_peft(
         odd = next((entry.kind for entry in found if entry.kind != "lora"), "")
         inside = {path, f"{path}.out_proj"} if path in attentions else {path}
         if odd:
-            why = f"is {odd} of a parameter that no called layer has, of which PEFT has only LoRA"
+            why = f"is {odd} of a parameter that no called layer has, for which PEFT supports only LoRA"
         elif not path:
             why = "is a parameter of the model itself, and PEFT wraps only what is in a module"
         elif biased:
@@ -85,7 +85,7 @@ def _of_attention(path: str, found: list[Entry], parameters: Mapping[str, Sequen
     if joint is None:
         return "is in a MultiheadAttention with kdim or vdim, of whose out_proj PEFT reads no update"
     if len(found) > (first is not None) + (last is not None):
-        return "is in a MultiheadAttention, of which PEFT changes in_proj_weight and out_proj.weight only"
+        return "is in a MultiheadAttention, where PEFT changes only in_proj_weight and out_proj.weight"
     given = [entry for entry in (first, last) if entry is not None]
     if len({entry.scale for entry in given}) > 1 or not given[0].scale:
         given = [entry.with_scale_in_factor() for entry in given]

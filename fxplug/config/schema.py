@@ -26,8 +26,8 @@ PARAMETERS: Texts = {
 }
 SETTINGS: Texts = {
     "name": ("what this pass is called: the first part of its keys, and of its inputs where a pass comes twice", "style"),
-    "lr": ("the learning rate of its blocks; null is that of the section train", 1e-4),
-    "weight_decay": ("the weight decay of its blocks; null is that of the section train", 0.01),
+    "lr": ("the learning rate of its blocks; null: as in the section train", 1e-4),
+    "weight_decay": ("the weight decay of its blocks; null: as in the section train", 0.01),
     "train": ("whether its blocks are trained", False),
     "expect": ("how many places it must find, such as `==420`; then nothing is said of similar layers that it left", "==420"),
 }

@@ -121,8 +121,8 @@ class Clock:
             stream = None  # it begins anew
         if not self.samples and stream is None and any(one.time == now and one.went_on for one in alike):
             raise SpecError(
-                f"two calls at {self.name} {now:g} have the same conditions, and there was one such call before: which of them "
-                "goes on with it cannot be seen. Say that a run begins before the first of them: new_image() or reset()"
+                f"two calls at {self.name} {now:g} have the same conditions, and there was one such call before: fxplug cannot "
+                "tell which of them continues it. Call new_image() or reset() before the first call of each run"
             )
         if stream is None:
             stream, self.begun = _Stream(self.begun), self.begun + 1

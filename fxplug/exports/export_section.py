@@ -24,7 +24,7 @@ class Export(Section):
 
 EXPORT = ConfigSection(
     Export,
-    declare(Export(), "what `fxplug export` does where its call does not say", {"to": "onnx"}),
+    declare(Export(), "the default options of `fxplug export`", {"to": "onnx"}),
     {Export: "`export`"},
 )
 

@@ -177,7 +177,7 @@ class Plan:
             for node, why in found.why.items():
                 lines.append(f"  whole at '{node.name}': {why}")
         checked = "not checked on values" if self.away is None else (
-            f"an output differs by at most {self.away:.0e} from that of one process"
+            f"an output differs by at most {self.away:.0e} from one process"
         )
         lines.append(checked)
         if self.written.twin_error and self.stages:

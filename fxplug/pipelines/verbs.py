@@ -49,7 +49,7 @@ def show_recipes(
     given = part is not None or bool(call) or size is not None
     found = None if name is None or given and Path(name).exists() else known.get(name.removeprefix("train/"))
     if given and (name is None or found):
-        raise typer.BadParameter("--part, --call and --size are for a pipeline, of which NAME is the folder")
+        raise typer.BadParameter("--part, --call and --size need a pipeline: give its folder as NAME")
     if name is None and as_json:
         print_json({"recipes": [{"name": each, "about": _about(path), "file": path} for each, path in known.items()]})
     elif name is None:

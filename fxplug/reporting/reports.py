@@ -89,7 +89,7 @@ def report_folder(
     if saved is None and run is None:
         kind = "is not a folder" if home.exists() else "does not exist"
         why = kind if not home.is_dir() else "has no manifest.json and no log.jsonl"
-        raise SpecError(f"{home} {why}: give a configuration, the folder of a saved rewrite, or that of a training run")
+        raise SpecError(f"{home} {why}: give a configuration, or the folder of a saved rewrite or training run")
     if saved is None:
         page = Page(title=home.absolute().name, trouble="This run has no saved module yet: module/ is written at its end.")
     else:

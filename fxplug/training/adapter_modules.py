@@ -265,8 +265,8 @@ class SampleRows:
         size = value.shape[dim] if value.dim() > dim else 0
         if not size or size % self.total:
             raise TrainError(
-                f"'{what}' is given {list(value.shape)}, whose dimension {dim} is not that of the batch's {self.total} "
-                "samples, so that adapters cannot be distinguished there: exclude the layer from the pass"
+                f"'{what}' is given {list(value.shape)}, whose dimension {dim} does not match the batch's {self.total} "
+                "samples, so adapters cannot be distinguished there: exclude the layer from the pass"
             )
         parts: Sequence[Tensor] = torch.split(value, [count * (size // self.total) for _, count in self.parts], dim)
         return parts
@@ -405,7 +405,7 @@ def join_adapters(
                 dim = getattr(module.get_submodule(name), "batch_dim", 0)
                 if dim < 0:
                     raise SpecError(
-                        f"'{name}' is given values without samples, so that adapters cannot be distinguished there: exclude "
+                        f"'{name}' is given values without samples, so adapters cannot be distinguished there: exclude "
                         f"'{site['path']}' from the pass",
                         path=("train", "adapters"),
                     )

@@ -45,7 +45,7 @@ def check_adapter(module: TracedModule, task: Task) -> None:
         try:
             make_network_model(module, network, task)
         except ArtifactError as error:
-            warnings.warn(f"adapter/ is not written, module/ has all that trains: {error}", stacklevel=3)
+            warnings.warn(f"adapter/ is not written; module/ has all trained weights: {error}", stacklevel=3)
         return
     parts = trained_parts(module, task)
     where = "module/ and text/ have" if any(part.startswith(ENCODER) for part in parts) else "module/ has"
@@ -56,7 +56,7 @@ def check_adapter(module: TracedModule, task: Task) -> None:
                 held = read_trained(one, list_written_passes(one))
                 make_content(held, "diffusers", describe_model(one), FileOptions(part=part))
     except FxplugError as error:
-        warnings.warn(f"adapter/ is not written, {where} all that trains: {error}", stacklevel=3)
+        warnings.warn(f"adapter/ is not written; {where} all trained weights: {error}", stacklevel=3)
         return
     if isinstance(task, PipelineDenoise):
         for part in parts:
@@ -270,7 +270,7 @@ def _check_encoder(module: TracedModule, task: Task) -> None:
     """Raise ArtifactError for a text encoder with passes that no pipeline of such a module reads from its adapter file."""
     encoder = task.encoder
     if encoder is not None and encoder.traced is not None and not (encoder.is_clip and find_part(module.classes) == "unet"):
-        raise ArtifactError("the one file for a model and its text encoder is that of a UNet with CLIP's text encoder")
+        raise ArtifactError("one file for a model and its text encoder needs a UNet with CLIP's text encoder")
 
 
 def find_pipeline(config: Config) -> str:

@@ -209,7 +209,7 @@ def _rows_of(leaf: Any, start: int, size: int, total: int, with_gradients: bool)
     if not leaf.dim() or len(leaf) != total:
         if leaf.requires_grad:
             raise TrainError(
-                f"the module returns {list(leaf.shape)} for {total} samples, so that adapters cannot be distinguished in it, "
+                f"the module returns {list(leaf.shape)} for {total} samples, so adapters cannot be distinguished in it, "
                 "as where samples are a list: train them in runs of their own"
             )
         return None, leaf

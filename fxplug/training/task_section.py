@@ -124,9 +124,9 @@ class PromptOptions(Section):
     negative: str | None = declare(None, "the caption that guidance leads away from; null: `negative` of the task", "blurry")
     seed: int | None = declare(None, "the seed of its noise; null: its place in the list, from 0 on", 42, ge=0, lt=2**63)
     size: Annotated[Any, make_validator(_read_size, int | list[int] | None)] = declare(
-        None, "a side in pixels, or height and width; null: that of the data", [768, 512]
+        None, "a side in pixels, or height and width; null: as in the data", [768, 512]
     )
-    guidance: float | None = declare(None, "its guidance; null: that of the task", 4.0, ge=-1e4, le=1e4)
+    guidance: float | None = declare(None, "its guidance; null: as in the task", 4.0, ge=-1e4, le=1e4)
     steps: int | None = declare(None, "its steps; null: `sample_steps`", 28, ge=1, le=MOST)
 
 
@@ -137,7 +137,7 @@ class DenoiseOptions(Section):
         "DDPMScheduler", "a scheduler of diffusers, with options, or a folder of one", "FlowMatchEulerDiscreteScheduler"
     )
     prediction: Literal["epsilon", "v_prediction", "sample", "flow"] | None = declare(
-        None, "what the model predicts; null: as the scheduler says", "v_prediction"
+        None, "what the model predicts; null: as in the scheduler", "v_prediction"
     )
     vae: Named = declare(None, "a model as `model` has it; null: the model works on pixels", "sd15/vae")
     text: Named = declare(
@@ -179,9 +179,9 @@ class DenoiseOptions(Section):
     )
     negative: str = declare("", "the caption that guidance leads away from", "blurry")
     preserve: Text | None = declare(
-        None, "the class in whose place `data.trigger` stands: what the model makes of it is preserved; null: nothing is", "dog"
+        None, "the class word that `data.trigger` replaces: the model keeps its output for it; null: preserve nothing", "dog"
     )
-    preserve_weight: float = declare(1.0, "the weight of the loss of what is preserved", 0.5, gt=0, le=1e4)
+    preserve_weight: float = declare(1.0, "the weight of the preservation loss", 0.5, gt=0, le=1e4)
 
 
 class TextOptions(Section):
@@ -191,19 +191,19 @@ class TextOptions(Section):
         None, "tokens of a caption; null: as many as the tokenizer and the encoder take", 77, ge=1, le=65536
     )
     layer: int = declare(-1, "the hidden state that is taken; -2 for the one before the last", -2, ge=-1000, le=1000)
-    dtype: Dtype | None = declare(None, "what its weights are converted to; null leaves them", "bfloat16")
+    dtype: Dtype | None = declare(None, "the dtype of its weights; null: unchanged", "bfloat16")
     trainable: list[Text] = declare([], "patterns of its parameters that train", ["embeddings"])
     passes: list[Any] | None = declare(None, "passes that train in it, as the `passes` of a configuration", ["lora"])
-    lr: float | None = declare(None, "the learning rate of what trains; null is that of the section train", 1e-5, ge=0)
-    weight_decay: float | None = declare(None, "its weight decay; null is that of the section train", 0.01, ge=0)
+    lr: float | None = declare(None, "the learning rate of its weights; null: as in the section train", 1e-5, ge=0)
+    weight_decay: float | None = declare(None, "its weight decay; null: as in the section train", 0.01, ge=0)
 
 
 class PipelineTextOptions(Section):
     """Options of a text encoder of a pipeline that trains beside its denoiser."""
 
     passes: list[Any] = declare(..., "passes that train in it, as the `passes` of a configuration", ["lora"])
-    lr: float | None = declare(None, "the learning rate of what trains; null is that of the section train", 1e-5, ge=0)
-    weight_decay: float | None = declare(None, "its weight decay; null is that of the section train", 0.01, ge=0)
+    lr: float | None = declare(None, "the learning rate of its weights; null: as in the section train", 1e-5, ge=0)
+    weight_decay: float | None = declare(None, "its weight decay; null: as in the section train", 0.01, ge=0)
 
 
 TASKS: dict[str, type[BaseModel]] = {"classify": ClassifyOptions, "denoise": DenoiseOptions}

@@ -128,7 +128,7 @@ class Save(Section):
 class Log(Section):
     """TensorBoard events every so many steps, and sample grids (0: only at the end). log.jsonl has every step anyway."""
 
-    every: int = declare(1, "steps from one TensorBoard event to the next; log.jsonl has every step", 10, ge=1)
+    every: int = declare(1, "steps between TensorBoard events; log.jsonl has every step", 10, ge=1)
     tensorboard: bool = declare(True, "whether there are TensorBoard events", False)
     samples: int = declare(0, "steps from one picture to the next; 0: only at the end", 500, ge=0)
 
@@ -154,9 +154,9 @@ class Parallel(Section):
 class GroupRates(Section):
     """The rates of the parameters that a pattern of `groups` names."""
 
-    lr: float | None = declare(None, "their learning rate; null is that of their pass", 1e-3, ge=0)
+    lr: float | None = declare(None, "their learning rate; null: as in their pass", 1e-3, ge=0)
     lr_ratio: float | None = declare(None, "so many times the learning rate of their pass", 16.0, gt=0, le=1e6)
-    weight_decay: float | None = declare(None, "their weight decay; null is that of their pass", 0.01, ge=0)
+    weight_decay: float | None = declare(None, "their weight decay; null: as in their pass", 0.01, ge=0)
 
     @model_validator(mode="after")
     def _check_rates(self) -> GroupRates:
@@ -176,15 +176,15 @@ OF_ADAPTER = ("name", "data", "passes", "rank", "alpha", "dropout", "seed")
 class TrainedAdapter(Section):
     """One of the adapters that a run trains at once: what it has of its own. What it does not say is that of the run."""
 
-    name: str = declare(..., "what it is called, and the folder `adapter/NAME`", "ink", pattern=ADAPTER_NAME, max_length=64)
+    name: str = declare(..., "its name; its folder is `adapter/NAME`", "ink", pattern=ADAPTER_NAME, max_length=64)
     data: str | dict[str, Any] | None = declare(
         None, "its samples: what differs from the section `data`, or the path alone", {"images": "ink/"}
     )
     passes: list[Text] | None = declare(None, "the passes that it trains, by name; null: all that train", ["ia3"])
-    rank: int | None = declare(None, "its rank, up to that of the slots; null: that of the pass", 16, ge=1)
-    alpha: float | None = declare(None, "its alpha; null: that of the pass", 8, gt=0)
-    dropout: float | None = declare(None, "its dropout; null: that of the pass", 0.1, ge=0, lt=1)
-    seed: int | None = declare(None, "what its weights, samples and noise begin with; null: the seed of the run", 1, ge=0)
+    rank: int | None = declare(None, "its rank, at most the rank of the slots; null: as in the pass", 16, ge=1)
+    alpha: float | None = declare(None, "its alpha; null: as in the pass", 8, gt=0)
+    dropout: float | None = declare(None, "its dropout; null: as in the pass", 0.1, ge=0, lt=1)
+    seed: int | None = declare(None, "the seed of its weights, samples and noise; null: the seed of the run", 1, ge=0)
     steps: int | None = declare(None, "how many steps; or `epochs`", 1000, ge=1)
     epochs: int | None = declare(None, "how many times all its samples; or `steps`", 10, ge=1)
     batch: int = declare(8, "its samples of a micro step", 2, ge=1)
@@ -204,13 +204,13 @@ class Train(Section):
     With `parallel` the processes that share samples count as one.
     """
 
-    task: One = declare(..., "`denoise`, `classify`, or `package.module:Class` of one's own, with options below it", "classify")
+    task: One = declare(..., "`denoise`, `classify`, or your own `package.module:Class`, with options below it", "classify")
     steps: int | None = declare(None, "how many steps; or give `epochs`", 1000, ge=1)
     epochs: int | None = declare(None, "how many times all samples; or give `steps`", 10, ge=1)
     batch: int = declare(8, "samples of a process and micro step", 16, ge=1)
     accumulate: int = declare(1, "micro steps of a step", 4, ge=1)
-    lr: float = declare(1e-4, "the learning rate, where a pass has none of its own; 1 with `prodigy`", 3e-4, ge=0)
-    weight_decay: float = declare(0.0, "the weight decay, where a pass has none of its own", 0.01, ge=0)
+    lr: float = declare(1e-4, "the learning rate of passes without their own; 1 with `prodigy`", 3e-4, ge=0)
+    weight_decay: float = declare(0.0, "the weight decay of passes without their own", 0.01, ge=0)
     groups: dict[Text, GroupRates] = declare(
         {}, "rates of the parameters that a pattern names; of several patterns the last one", {"**.up": {"lr_ratio": 16.0}}
     )
@@ -261,7 +261,7 @@ class Train(Section):
     plugins: list[One] = declare([], "classes of plugins, `package.module.Class`, with options", ["my_plugins.Watch"])
     on_plugin_error: Stop = declare("stop", "whether the run stops when a plugin raises", "continue")
     save: Save = declare(Save(), "when checkpoints are written", {"every": 100, "keep": 3})
-    log: Log = declare(Log(), "what is logged how often", {"every": 10})
+    log: Log = declare(Log(), "what to log, and how often", {"every": 10})
     test: Test = declare(Test(), "when the test data are evaluated", {"every": 1})
 
     @model_validator(mode="before")
@@ -311,7 +311,7 @@ def _check_options(key: str, use: Use) -> None:
             raise SpecError(f"must be step or epoch, not {quote_yaml(use.options['per'])}", path=("per",))
         for option in ("lr", "weight_decay") if key == "optimizer" else ():
             if option in use.options:
-                finding = f"has no effect, because each group of parameters has its own: set train.{option}, or that of a pass"
+                finding = f"has no effect, as each group of parameters has its own: set train.{option}, or {option} of a pass"
                 raise SpecError(finding, path=(option,))
 
 
@@ -355,7 +355,7 @@ class Data(Section):
     )
     conditions: One | None = declare(None, "the folder of condition images, or a function that makes one of an image", "edges/")
     masks: Text | None = declare(
-        None, "the folder of masks, by which the loss is weighted: what is white counts, what is black does not", "masks/"
+        None, "the folder of masks that weight the loss: white counts, black does not", "masks/"
     )
     channels: Literal[1, 3] = declare(3, "colours of an image", 1)
     background: Colour = declare((255, 255, 255), "the colour behind transparent pixels", "black")
@@ -376,7 +376,7 @@ class Data(Section):
     test: Data | None = declare(None, "the test data: a path, or what differs from the training data", "pets/test")
     prior: Data | None = declare(
         None,
-        "images of the class of what is learnt, as many in each batch: a path, or what differs from the training data",
+        "prior-preservation images of the class, as many per batch: a path, or settings that differ from the training data",
         "dogs/",
     )
     prior_weight: float = declare(1.0, "the weight of the loss of `prior`", 0.5, gt=0, le=1e4)
@@ -447,7 +447,7 @@ class Data(Section):
             elif inner is not None:
                 found = ("has no effect: prior images have none", ("prior", inner))
             elif other is not None:
-                found = ("has no effect: prior images have that of the images, so leave it out", ("prior", other))
+                found = ("has no effect: prior images use the setting of the images; leave it out", ("prior", other))
         if found is not None:
             raise convert_error(SpecError(found[0], path=found[1]))
 

@@ -433,7 +433,7 @@ class Trainer:
             load_random_state(random[self.accelerator.process_index])
             self.state.end_step()
         else:
-            self.watch.note("the number of processes differs from before: dropout draws other numbers from here on")
+            self.watch.note("the number of processes has changed: dropout draws different numbers from now on")
 
     def counts(self) -> tuple[int, int]:
         """Return the numbers of trainable and of all parameters."""

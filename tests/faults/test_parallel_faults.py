@@ -93,19 +93,19 @@ def test_other_inputs_weights_and_buffers_are_told_at_the_first_call():
         return changed if rank in (1, 2) else module, tokens()
 
     found = by_rank(gm, other_input, {"ulysses": 2, "ring": 2})
-    assert len(set(found)) == 1 and "the input 0 of process 2 is not that of process 0: pass the same weights" in found[0]
+    assert len(set(found)) == 1 and "the input 0 of process 2 differs from process 0: pass the same weights" in found[0]
     found = by_rank(gm, other_weight, {"ulysses": 2, "ring": 2})
-    assert len(set(found)) == 1 and "the weight 'layers.1.weight' of process 3 is not that of process 0" in found[0]
+    assert len(set(found)) == 1 and "the weight 'layers.1.weight' of process 3 differs from process 0" in found[0]
     found = by_rank(gm, other_buffer, {"batch": 2, "ulysses": 2})
-    assert len(set(found)) == 1 and "the buffer 'scale' of processes 1, 2 is not that of process 0" in found[0]
+    assert len(set(found)) == 1 and "the buffer 'scale' of processes 1, 2 differs from process 0" in found[0]
 
 
 def test_other_inputs_and_weights_are_told_at_every_call():
     gm = traced()
     plan = fxplug.parallel_plan(gm, tokens(), check=False, ulysses=2)
     makes = {
-        "of process 1 is not that of process 0 (torch.float32 (2, 10, 16) and": lambda rank, new: tokens(size=9 + rank),
-        "the input 0 of process 1 is not that of process 0: ": lambda rank, new: tokens().flip(rank) if rank else tokens(),
+        "of process 1 differs from process 0 (torch.float32 (2, 10, 16) and": lambda rank, new: tokens(size=9 + rank),
+        "the input 0 of process 1 differs from process 0: ": lambda rank, new: tokens().flip(rank) if rank else tokens(),
         "the weight 'head.bias' of process 1": lambda rank, new: new.head.bias.add_(rank) is None or tokens(),
         "the buffer 'scale' of process 1": lambda rank, new: setattr(new, "scale", new.scale + rank) or tokens(),
     }
@@ -138,7 +138,7 @@ def test_other_modes_are_told_before_anything_travels():
             return str(found.value)
 
         found = run_simulated(fill_degrees({"ulysses": 2}), run)
-        assert "the mode of process 1 is not that of process 0" in found[0] and text in found[0] and found[0] == found[1]
+        assert "the mode of process 1 differs from process 0" in found[0] and text in found[0] and found[0] == found[1]
 
 
 def test_other_plans_are_told_at_the_first_call():
@@ -147,7 +147,7 @@ def test_other_plans_are_told_at_the_first_call():
     more = fxplug.parallelize(more, fxplug.parallel_plan(more, tokens(), ulysses=2))
     assert len(set(by_rank(traced(), lambda rank, _: ([one, more][rank], tokens())))) == 1
     found = by_rank(traced(), lambda rank, _: ([one, more][rank], tokens()))
-    assert "the plan of process 1 is not that of process 0" in found[0]
+    assert "the plan of process 1 differs from process 0" in found[0]
     same = run_simulated(fill_degrees({"ulysses": 2}), lambda rank: [one, two][rank](tokens()))
     assert torch.equal(*same)
 
@@ -176,9 +176,9 @@ def plans(rank):
     new = parallel()
     with torch.no_grad():
         new(tokens())
-        with pytest.raises(fxplug.GuardError, match="the input 0 of process 1 is not that of process 0"):
+        with pytest.raises(fxplug.GuardError, match="the input 0 of process 1 differs from process 0"):
             new(tokens(size=9 + rank))
-        with pytest.raises(fxplug.GuardError, match="the input 0 of process 1 is not that of process 0"):
+        with pytest.raises(fxplug.GuardError, match="the input 0 of process 1 differs from process 0"):
             new(tokens(seed=rank))
         new(tokens())
 
@@ -239,7 +239,7 @@ LOST = "process 1 has died or did not reach the collective; process 0 waits at '
     [
         ("die", LOST),
         ("hang", LOST),
-        ("input", "the input 0 of process 1 is not that of process 0"),
+        ("input", "the input 0 of process 1 differs from process 0"),
     ], 2,
 )
 def test_one_process_fails_and_the_other_says_so(how, text, tmp_path):

@@ -140,7 +140,7 @@ def write_modules(root: nn.Module) -> dict[str, dict[str, Any]]:
             return
         seen[id(module)] = path
         if not path and is_hooked(module):
-            raise ArtifactError("the module has hooks, which cannot be saved: remove them, and register them on what is loaded")
+            raise ArtifactError("the module has hooks, which cannot be saved: remove them, and register them after loading")
         if not path or isinstance(module, (Container, TracedModule)) or type(module) is nn.Module:
             records[path] = _container(module)
         else:

@@ -167,7 +167,7 @@ def _with_tensors_of(owner: TracedModule, model: nn.Module) -> Iterator[None]:
                     if value is None or found is value:
                         continue
                     if found is None or found.shape != value.shape:
-                        raise TraceError(f"'{name}' of this module is no longer that of the model")
+                        raise TraceError(f"'{name}' of this module is no longer the model's")
                     before.append((own, key, value))
                     own[key] = found
         yield

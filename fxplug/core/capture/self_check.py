@@ -156,7 +156,7 @@ def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State,
         return  # the model has no gradients here
     if found[1].error:
         name = type(model).__name__
-        raise TraceError(f"{where}: the backward pass of the graph of {name} fails, and that of the model does not")
+        raise TraceError(f"{where}: the backward pass of {name} fails in the graph, but not in the model")
     (mine, kept, draws), (others, left, drawn) = (one.out for one in found)
     problem = "" if is_same_random_state(draws, drawn) else "the random numbers afterwards differ"
     for a, b in zip(mine, others, strict=True):
@@ -166,7 +166,7 @@ def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State,
         problem = f"'{changed[0]}' differs afterwards: the graph writes it once, and the model again in its backward pass"
     if problem:
         raise TraceError(
-            f"{where} has a backward of its own, of which the graph records nothing; {problem}: turn checkpointing off, or "
+            f"{where} has its own backward, which the graph does not record; {problem}: turn checkpointing off, or "
             f"keep the module that calls it whole: leaf: [its path], {UNCHECKED}"
         )
 
@@ -436,7 +436,7 @@ class _Pair:
         mode = "training" if self.model.training else "evaluation"
         error = ours[step].error
         raise TraceError(
-            f"the graph of {name} does not give what the model gives, in {mode} at the {('first', 'second')[step]} call with "
+            f"the graph of {name} and the model give different results, in {mode} at the {('first', 'second')[step]} call with "
             f"the example inputs{' at other values' if step and self.other else ''}: {text}. Something affects the result and "
             f"was not recorded. Keep the module that does so whole: leaf: [its path], {UNCHECKED}"
         ) from error

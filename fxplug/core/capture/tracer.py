@@ -167,7 +167,7 @@ def _checked_trace(
                 raise
             text = f"{type(error).__name__}: {shorten(' '.join(str(error).split()), 300)}"
             raise TraceError(
-                f"{type(model).__name__} ({': '.join(find_source_line(error))}) fails while it is traced, and runs otherwise: "
+                f"{type(model).__name__} ({': '.join(find_source_line(error))}) fails only while it is traced: "
                 f"{text}; keep the module that fails whole: leaf: [its path]{', or remove real=False' * (real is False)}"
             ) from error
     if job.checkpointed:

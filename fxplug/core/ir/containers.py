@@ -177,7 +177,7 @@ class TracedPart(nn.Module):
     def __prepare_scriptable__(self) -> Any:
         """Raises SpecError: torch.jit.script compiles Python code, which a graph has none of."""
         raise SpecError(
-            "torch.jit.script compiles the Python code of modules, and that of a traced module is a graph: use "
+            "torch.jit.script compiles Python code, and the code of a traced module is a graph: use "
             "torch.jit.trace(module, args), or fxplug.export"
         )
 

@@ -180,7 +180,7 @@ def refused(key: str, mode: bool, why: str, todo: str = "") -> MixedModes:
     """Return the error for a part in this mode."""
     path = key.partition("@")[0]
     todo = todo or f"put the whole model into one mode, or keep the part whole when the model is traced: leaf: [{path}]"
-    return MixedModes(f"'{path}' is in {NAMES[mode]} and what is around it is not, and no graph can follow: {why}; {todo}")
+    return MixedModes(f"'{path}' is in {NAMES[mode]} and the modules around it are not, which no graph supports: {why}; {todo}")
 
 
 def class_of(module: nn.Module) -> str:

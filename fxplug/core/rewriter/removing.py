@@ -47,7 +47,7 @@ def remove(module: TracedModule, name: str) -> TracedModule:
     if replaced := next((site["path"] for site in entry["sites"] if site["place"] == "replace"), None):
         raise SpecError(
             f"'{name}' has replaced '{replaced}', which is no longer in the graph: trace the model again, and apply "
-            f"{', '.join(other for other in names if other != name) or 'what else you want'}"
+            f"{', '.join(other for other in names if other != name) or 'the other passes'}"
         )
     tree, graphs = strip_to_container(module), copy_graphs(module)
     for graph in graphs.values():

@@ -174,7 +174,7 @@ class Rule:
 
 
 NUMERICS = {
-    "exact": "just the operation that it states, to the bit; the output stays `torch.equal` where a new pass is neutral",
+    "exact": "bit for bit the operation that it states; the output stays `torch.equal` if a new pass is neutral",
     "rounding": "the same result, summed in another order",
     "lossy": "an approximation of the result",
 }

@@ -273,7 +273,7 @@ class FoldableGraph:
         if rest:
             return "the weight goes through a block of another pass, which is not merged: merge that one too"
         if not dims or block.dim % dims != channels % dims:
-            return f"it scales dimension {block.dim}, which is not that of the layer's channels"
+            return f"it scales dimension {block.dim}, not the layer's channels"
         return None
 
 # --- walking through a graph

@@ -183,8 +183,8 @@ class PipeFusion(nn.Module):
         shapes = tuple((x.shape, x.dtype) for x in list_leaves(inputs) if isinstance(x, Tensor))
         if self.clock.is_ambiguous:
             warnings.warn(
-                "calls at one time have the same conditions, so which of them goes on with which cannot be seen, and all of "
-                "them run in one piece: give what differs as an input of its own",
+                "calls at one time have the same conditions and cannot be matched between steps, so all of them run in one "
+                "piece: give the value that differs as an input",
                 stacklevel=3,
             )
         if new:

@@ -70,7 +70,7 @@ def _compare(world: MeshPosition, table: Mapping[str, Any]) -> None:
             apart = f" ({mine} and {theirs})" if mine != theirs else ""
             many = f"process{'es' * (len(others) > 1)} {', '.join(map(str, others))}"
             raise GuardError(
-                f"the {name} of {many} is not that of process {first}{apart}: pass the same weights and the same inputs to all "
+                f"the {name} of {many} differs from process {first}{apart}: pass the same weights and the same inputs to all "
                 "processes that share a model; each takes its own part itself"
             )
 

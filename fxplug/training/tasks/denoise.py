@@ -156,7 +156,7 @@ class Denoise(Task):
 
     def _check_preserved(self) -> None:
         if self.info.trigger is None:
-            raise SpecError("needs 'trigger' in the section data, the word in whose place the class stands")
+            raise SpecError("needs 'trigger' in the section data, the word that the class replaces")
         if self.train_guidance is not None:
             raise SpecError("and 'train_guidance' both double the batch: leave one of them out")
         if self.trains:
@@ -313,7 +313,7 @@ class Denoise(Task):
         x = self.vae.encode(image, draw) if self.vae is not None else image
         if x.dim() == 4 and x.shape[1] != self.shape[0]:
             finding = f"the images have {x.shape[1]} channels, and the model was traced with {self.shape[0]}"
-            hint = "set 'channels' to read them otherwise, or 'vae' to make latents"
+            hint = "set 'channels' to read them differently, or 'vae' to make latents"
             raise SpecError(f"{finding}: {hint}", path=("data", "channels"))
         noise = add_offset(draw.like(x), draw, self.noise_offset)
         index = (position * self.noise.steps).long().clamp(0, self.noise.steps - 1)

@@ -197,7 +197,7 @@ class PipelineDenoise(Task):
         if self.preserve is not None:
             with prefix_path("preserve"):
                 if info.trigger is None:
-                    raise SpecError("needs 'trigger' in the section data, the word in whose place the class stands")
+                    raise SpecError("needs 'trigger' in the section data, the word that the class replaces")
                 self.untrained = {name: without_training(one) for name, one in modules.items()}
         if self.wanted_text:
             self._open_text()

@@ -12,11 +12,11 @@ from ..train_section import Use
 AS_SAMPLED = "as_sampled"
 # options of the task for other models, and where a pipeline has what they say
 ELSEWHERE = {
-    "scheduler": "the noise is that of the pipeline's own scheduler: change scheduler/scheduler_config.json in its folder",
-    "prediction": "the pipeline's own scheduler says it: change prediction_type in scheduler/scheduler_config.json",
+    "scheduler": "the pipeline's own scheduler makes the noise: change scheduler/scheduler_config.json in its folder",
+    "prediction": "the pipeline's own scheduler sets it: change prediction_type in scheduler/scheduler_config.json",
     "vae": "pictures are encoded by the pipeline's own VAE: change it in the pipeline's folder",
     "call": "what the denoiser is called with is seen in the pipeline: its own arguments are set in model: {call: ...}",
-    "null_label": "a pipeline is called with captions, and an empty one is that of a dropped caption: set 'dropout'",
+    "null_label": "a pipeline takes captions, and a dropped caption is empty: set 'dropout'",
     "time_scale": "how the time is given to the denoiser is seen in the pipeline",
     "train_guidance": "it is learnt with 'text' by a model without a pipeline: model: {diffusers: ...}",
 }
