@@ -234,7 +234,8 @@ def test_nothing_is_hooked_unpickled_or_run_from_text():
         for text, node in calls(name):
             last = text.rpartition(".")[2]
             hooked = last.startswith("register_") and last.endswith("_hook")
-            assert not hooked or name == "compat.hcp.base_classes", f"{name}: {text}"  # plugins on plugins, until traced
+            # plugins on plugins, until traced; and fused optimizers, whose steps leave weights at the version they had
+            assert not hooked or name in ("compat.hcp.base_classes", "lowerings.hoist.stamps"), f"{name}: {text}"
             # of the names of a function's own variables: what is made of them is no file's text, and is never saved
             assert text not in forbidden or (name, text) == ("core.ir.ops", "compile"), f"{name}: {text}"
             if text == "torch.load":
