@@ -92,6 +92,11 @@ def test_the_report_has_the_table_of_stages(tmp_path):
     for row, stage in zip(table.rows, hoisted.stages, strict=True):
         assert row[2] == f"{stage.weights:,}" and row[-1] == f"{stage.kept_bytes:,}"
     assert "conditions+time" in (tmp_path / "page.html").read_text()
+    assert len(hoisted.listing.splitlines()) == len(table.rows) + 1
+    hoisted(**inputs())  # with gradients
+    about = fxplug.report(gm, hoisted, tmp_path / "other.html").tables[-1].about
+    assert "Nothing is kept of the last call: gradients are enabled" in about
+    assert hoisted.listing.splitlines()[-1].startswith("nothing is kept of the last call: gradients are enabled")
 
 
 def test_no_step_reads_the_weights_of_what_is_kept():

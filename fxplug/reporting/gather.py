@@ -255,6 +255,8 @@ def make_stage_table(hoisted: HoistedModule) -> TableSection:
     groups = hoisted.groups
     named = f"Conditions: {', '.join(groups.conditions) or 'none'}; time: {', '.join(groups.time) or 'none'}"
     about = f"What `lower(hoist=...)` computes once. {named}. A parameter is of the last stage that reads it."
+    if hoisted.obstacle:
+        about += f" Nothing is kept of the last call: {hoisted.obstacle}."
     return TableSection("Stages", about, list(head), [list(row) for row in rows])
 
 

@@ -88,6 +88,7 @@ class HoistedModule(Stepped):
         self._follows = META in module.meta  # a pipeline's run has noted its inputs
         self._is_followed = False  # whether weights leave by themselves
         self._warned = False
+        self.obstacle = ""  # why nothing is kept of the last call, "" if all is
         self.limits = KeepLimits()
         self.counts = dict.fromkeys(self._stages, 0)
         self.reset()
@@ -197,6 +198,7 @@ class HoistedModule(Stepped):
         if self._locks:
             check_samples(self.module, args, kwargs)
         plan = self._plan(args, kwargs)
+        self.obstacle = plan if isinstance(plan, str) else ""
         if isinstance(plan, str):
             return self._call_module(args, kwargs)
         try:
@@ -476,8 +478,8 @@ class HoistedModule(Stepped):
 
     @property
     def listing(self) -> str:
-        """Text of what was hoisted: a line for each stage."""
-        return format_stages(self.stages)
+        """Text of what was hoisted: a line for each stage, and why nothing is kept of the last call, if it is so."""
+        return format_stages(self.stages) + (f"nothing is kept of the last call: {self.obstacle}\n" if self.obstacle else "")
 
     def as_saved(self) -> TracedModule:
         """Return what a file has of this module: what it was made from, with the groups in its meta."""
