@@ -836,6 +836,13 @@ def test_what_does_not_go_together_is_refused():
             refused(hoisted)
 
 
+def test_weights_do_not_leave_for_the_meta_device():
+    _, hoisted = make()
+    hoisted.prepare(**inputs(), times=[5.0])
+    with pytest.raises(SpecError, match="meta device keeps no values"):
+        hoisted.offload("meta")
+
+
 def test_messages_are_said_in_words():
     _, hoisted = make()
     assert re.match(r"always: \d+, conditions: \d+, ", hoisted.extra_repr())

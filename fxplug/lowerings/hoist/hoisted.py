@@ -433,13 +433,15 @@ class HoistedModule(Stepped):
             This module.
 
         Raises:
-            SpecError: The times of a run are not known.
+            SpecError: The times of a run are not known, or the device is meta.
         """
         if device is not None and self.groups.time and not self._times:
             raise SpecError(
                 "offload: the times of a run are not known, so that each step would fetch weights again: call "
                 "prepare(..., times=scheduler.timesteps) before"
             )
+        if device is not None and torch.device(device).type == "meta":
+            raise SpecError("offload: the meta device keeps no values, and weights would be lost: give another, such as 'cpu'")
         with self._guard:
             if self._offload is not None:
                 self._move_weights(self._offload.bring)
