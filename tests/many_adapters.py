@@ -112,7 +112,9 @@ def train(module: Any, rows: Any, task: Any = "classify", **more: Any) -> Any:
     return trainer
 
 
-def train_alone(row: dict[str, Any], kind: str = "lora", gm: Any = None, at: Any = None, task: Any = "classify") -> Any:
+def train_alone(
+    row: dict[str, Any], kind: str = "lora", gm: Any = None, at: Any = None, task: Any = "classify", **more: Any
+) -> Any:
     """The ordinary run of one adapter, on a pass without slots."""
     own = {key: value for key, value in row.items() if value is not None and key != "name"}
     options = {key: own.pop(key) for key in ("rank", "alpha", "dropout") if key in own}
@@ -120,7 +122,7 @@ def train_alone(row: dict[str, Any], kind: str = "lora", gm: Any = None, at: Any
         torch.manual_seed(own["seed"])
         found = at or LAYERS.get(kind, ["stem", "qkv"])
         new = fxplug.apply(base() if gm is None else gm, fxplug.load_pass(kind, at=found, **options))
-    trainer = Trainer(new, task, own.pop("data"), **{**COMMON, "fuse": False, **own})
+    trainer = Trainer(new, task, own.pop("data"), **{**COMMON, "fuse": False, **own, **more})
     trainer.fit()
     return trainer
 

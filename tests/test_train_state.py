@@ -233,6 +233,7 @@ TAMPERED = {
     "epoch is a float": (_progress(epoch=1.5), r"'progress\.epoch' must be a whole number"),
     "the sum of losses is text": (_progress(total="nan"), r"'progress\.total' must be a number, not 'nan'"),
     "the sum of losses is NaN": (_progress(total=float("nan")), "has NaN, which is not JSON"),
+    "more steps than the run": (_progress(step=900), "900 steps were taken, and the run ends after [0-9]+: set 'steps' to 900"),
     "done is beyond the epoch": (_progress(done=4096), r"'progress\.done' is 4096, and an epoch has 24 samples"),
     "of an earlier version": (lambda path: _format(path, 1), "is a checkpoint of an earlier version"),
     "no JSON": (lambda path: (path / "progress.json").write_text("{"), "resume from another one"),
