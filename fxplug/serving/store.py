@@ -191,7 +191,7 @@ class AdapterStore:
                 if (fault := self._faults.pop(name, "")) and name not in self._ready:
                     raise SpecError(fault, path=("adapters",), key=name)
             stamps = {name: self._index.entries[name].stamp for name in names}
-            lacking = [name for name in names if not self._is_held(name, stamps[name])]
+            lacking = [name for name in names if not self._is_in_slots(name, stamps[name])]
             self._want([name for name in lacking if self._ready.get(name, ((),))[0] != stamps[name]], lacking)
             if any(self._ready.get(name, ((),))[0] != stamps[name] for name in lacking):
                 return None
@@ -202,7 +202,7 @@ class AdapterStore:
                     return None
             return self._pin(names)
 
-    def _is_held(self, name: str, stamp: Stamp) -> bool:
+    def _is_in_slots(self, name: str, stamp: Stamp) -> bool:
         """Tell whether a version of an adapter is in slots; somebody else may have unloaded what nobody leases."""
         held = self._held.get(name)
         return held is not None and held.stamp == stamp and all(name in self._models[m].names for m in held.models)
