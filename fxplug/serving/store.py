@@ -250,14 +250,14 @@ class AdapterStore:
 
     def _pin(self, names: tuple[str, ...]) -> Lease:
         with ExitStack() as pins:
-            for slots in self._models.values():
-                here = set(slots.names)
-                pins.enter_context(slots.pin(*(name for name in names if name in here)))
             for name in names:
                 held = self._held[name] = self._held.pop(name)  # the last used
                 held.leases += 1
                 self._wanted.pop(name, None)
-                pins.callback(self._release, held)
+                pins.callback(self._release, held)  # after the pins have ended: until then it makes room for nobody
+            for slots in self._models.values():
+                here = set(slots.names)
+                pins.enter_context(slots.pin(*(name for name in names if name in here)))
             return Lease(names, pins.pop_all())
 
     def _release(self, held: HeldAdapter) -> None:
