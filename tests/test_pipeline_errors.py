@@ -9,7 +9,7 @@ import torch
 from fxplug.core.errors import SpecError
 from fxplug.pipelines import step_inputs
 from fxplug.pipelines.example_call import ExampleCall, call_arguments
-from fxplug.pipelines.pipeline_errors import is_own_error, suppress_pipeline_errors
+from fxplug.pipelines.pipeline_errors import catch_pipeline_errors, is_own_error
 from fxplug.pipelines.recorded_run import call_pipeline
 
 SIZED = {"height": tiny.SIZE, "width": tiny.SIZE}
@@ -43,7 +43,7 @@ def test_whose_an_error_is(function, own):
 
 
 def test_the_error_of_a_pipeline_is_suppressed_and_a_mistake_of_ours_is_not(sdxl, monkeypatch):
-    with suppress_pipeline_errors():
+    with catch_pipeline_errors():
         broken()
     monkeypatch.setattr(sdxl.scheduler, "step", broken)
     assert len(example(sdxl).step_calls()) == 1, "what was seen before the error is there"

@@ -15,7 +15,7 @@ from ..core.ir.variants import Variants
 from ..core.rewriter.probe import make_empty, swap_weights
 from ..core.torch_internals.tensors import FakeTensorMode
 from .example_call import ExampleCall
-from .pipeline_errors import suppress_pipeline_errors
+from .pipeline_errors import catch_pipeline_errors
 
 FORMS = 32  # so many forms of call a part may get a graph for: sizes and numbers of texts are some
 
@@ -44,7 +44,7 @@ def add_size_forms(module: Variants, calls: Iterable[ExampleCall]) -> None:
     several = None
     for call in calls:
         for count in (1, 2):
-            with suppress_pipeline_errors():  # it may take one text alone
+            with catch_pipeline_errors():  # it may take one text alone
                 found = [call.first(count)] if several is False else call.step_calls(count)
                 several = len(found) > 1 if several is None else several
                 for given in found:

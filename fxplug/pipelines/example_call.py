@@ -14,7 +14,7 @@ from torch import nn
 from ..core.errors import SpecError, did_you_mean, quote
 from ..core.ir.containers import list_leaves, map_leaves
 from .opening import call_parameters, is_modular, quote_error, silence_libraries
-from .pipeline_errors import explain_lacking_parts, hint_at_lacking_texts, is_own_error, suppress_pipeline_errors
+from .pipeline_errors import catch_pipeline_errors, describe_lacking_texts, explain_lacking_parts, is_own_error
 from .step_inputs import StepInputs
 from .tracing import record_first_calls
 
@@ -81,7 +81,7 @@ class ExampleCall:
         """Return what is seen in two steps of the pipeline."""
         latent = {"output_type": "latent"} if "output_type" in self.names else {}
         seen = StepInputs(results=self.results)
-        with suppress_pipeline_errors(), silence_libraries():  # which its first call did not raise
+        with catch_pipeline_errors(), silence_libraries():  # which its first call did not raise
             call = {**self._arguments(count, changes), **latent}
             record_first_calls(self.pipe, {self.part: self.pipe.components[self.part]}, (), call, True, seen)
         return seen
@@ -133,7 +133,7 @@ class ExampleCall:
             *((1, {n: [self.arguments[n]] * (count - 1) + [text] for n, text in longer.items()}) for count in counts[1:]),
             *((count, changes) for changes in self._other_sizes() for count in counts[: 1 + listed]),
         ):  # fmt: skip
-            with suppress_pipeline_errors():  # about a value that it does not take
+            with catch_pipeline_errors():  # about a value that it does not take
                 looked_at = several or (count == 1 and changes in guided)
                 calls = self.step_calls(count, **changes) if looked_at else [self.first(count, **changes)]
                 several = several or len(calls) > 1
@@ -184,7 +184,7 @@ class ExampleCall:
         free = [name for name in PICTURES if name in self.names and name not in self.arguments]
         for names in dict.fromkeys([(name,) for name in free] + [tuple(free)]) if free else ():
             given: dict[str, Any] = {name: Image.new("RGB", (width, height), "grey") for name in names}
-            with suppress_pipeline_errors():  # it was something else that it lacks
+            with catch_pipeline_errors():  # it was something else that it lacks
                 self.first(**given)
                 self.arguments.update(given)
                 return True
@@ -196,7 +196,7 @@ class ExampleCall:
             return lacking
         kind = type(self.pipe).__name__
         said = ", ".join(f"{name}={quote(value, 40)}" for name, value in self.arguments.items())
-        finding = f"{kind} cannot be called with {said}: {quote_error(error)}{hint_at_lacking_texts(self.pipe)}"
+        finding = f"{kind} cannot be called with {said}: {quote_error(error)}{describe_lacking_texts(self.pipe)}"
         sides = [side for name in SIDES if isinstance(side := self.arguments.get(name), int)]
         taken = self._accepted(max(sides)) if sides else []
         if len(taken) == 2 and any(side % (step := taken[1] - taken[0]) for side in sides):

@@ -41,8 +41,8 @@ def is_own_error(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def suppress_pipeline_errors() -> Iterator[None]:
-    """Suppress what a pipeline's run raises inside, and no mistake of fxplug."""
+def catch_pipeline_errors() -> Iterator[None]:
+    """Catch what a pipeline's run raises inside, and go on after it; a mistake of fxplug is raised."""
     try:
         yield
     except Exception as error:
@@ -86,8 +86,8 @@ def explain_lacking_parts(pipe: Any, error: BaseException) -> SpecError | None:
     return SpecError(f"{finding}: save the pipeline with {those}, which its index says is null", path=("model", "pipeline"))
 
 
-def hint_at_lacking_texts(pipe: Any) -> str:
-    """Say, for the end of an error, which of the parts that encode texts a pipeline lacks: some it may do without."""
+def describe_lacking_texts(pipe: Any) -> str:
+    """Describe, for the end of an error, which of the parts that encode texts a pipeline lacks: some it may do without."""
     lacking = [name for name, part in _get_parts(pipe).items() if part is None and name.startswith(TEXTS)]
     return f"; the pipeline has no {' and no '.join(lacking)}, which its call may need" if lacking else ""
 

@@ -19,7 +19,7 @@ from ..core.errors import SpecError, did_you_mean, format_fields, get_first_line
 from ..core.torch_internals import trees as pytree
 from .latent_maps import flatten_tensors, unflatten_tensors
 from .opening import call_parameters, silence_libraries
-from .pipeline_errors import explain_lacking_parts, hint_at_lacking_texts
+from .pipeline_errors import describe_lacking_texts, explain_lacking_parts
 
 Code = Callable[[Tensor], Tensor]
 STEPS = 6  # of a run with coded values, which costs little
@@ -243,7 +243,7 @@ def call_pipeline(pipe: Any, call: Mapping[str, Any], *, steps: int = STEPS, **o
         named = next((name for name in call if f"`{name}`" in str(error) or f"'{name}'" in str(error)), None)
         given = f"this '{named}'" if named else ", ".join(call) or "nothing"
         what = f"a call of {type(pipe).__name__} with {given}, of {steps} steps of its scheduler, fails"
-        finding = f"{what}: {type(error).__name__}: {get_first_line(error)}{hint_at_lacking_texts(pipe)}"
+        finding = f"{what}: {type(error).__name__}: {get_first_line(error)}{describe_lacking_texts(pipe)}"
         raise SpecError(finding, path=("model", "call")) from error
 
 
