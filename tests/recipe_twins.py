@@ -82,6 +82,11 @@ def qwen_image_edit() -> Any:
     return diffusers.QwenImageEditPlusPipeline(**{**parts, "text_encoder": text, "tokenizer": words}, processor=processor)
 
 
+def qwen_image_edit_first() -> Any:
+    """Make the first Qwen-Image-Edit, of one picture, which text encoder and denoiser see in the same size."""
+    return diffusers.QwenImageEditPipeline(**qwen_image_edit().components)
+
+
 def ideogram4() -> Any:
     """Make Ideogram 4, which has a second transformer for what is without a caption; its text is 13 layers of Qwen3-VL."""
 
@@ -109,7 +114,8 @@ def flux3() -> Any:
 
 
 MADE: dict[str, Callable[[], Any]] = {
-    "flux2": flux2, "krea2": krea2, "qwen_image_edit": qwen_image_edit, "ideogram4": ideogram4, "flux3": flux3,
+    "flux2": flux2, "krea2": krea2, "qwen_image_edit": qwen_image_edit,
+    "qwen_image_edit_first": qwen_image_edit_first, "ideogram4": ideogram4, "flux3": flux3,
 }  # fmt: skip
 
 

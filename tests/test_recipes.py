@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import diffusers
 import full_size
 import pytest
 import recipe_twins
+import runs
 import transformers
 import yaml
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
 from safetensors.torch import load_file
 from sweeps import sweep
@@ -203,3 +205,24 @@ def test_a_recipe_at_its_full_size(name):
 
 def test_every_recipe_is_trained_and_counted():
     assert set(list_recipes()) == {*BACKBONES, *FAMILIES, "clip", "siglip"} == set(full_size.MODELS) == set(full_size.EXPECTED)
+
+
+@pytest.mark.slow
+def test_the_first_qwen_image_edit_trains_on_pairs(tmp_path, monkeypatch):
+    """It has no recipe of its own: another pipeline class, which brings its picture to a megapixel by a function."""
+    resize = pipeline_qwenimage_edit.calculate_dimensions
+    monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: resize(area // 256, ratio))
+    for folder in ("before", "after"):
+        (tmp_path / folder).mkdir()
+        for n, caption in enumerate(("a red ball", "a blue cat")):
+            Image.new("RGB", (64, 64), (60 * n, 90, 200)).save(tmp_path / folder / f"{n}.png")
+            (tmp_path / folder / f"{n}.txt").write_text(caption)
+    recipe_twins.save("qwen_image_edit_first", tmp_path / "tiny")
+    config = {
+        "model": {"pipeline": str(tmp_path / "tiny")}, "passes": [{"lora": {"at": "to_q", "rank": 2}}], "device": "cpu",
+        "train": {"task": {"denoise": {"samples": 1, "sample_steps": 2}}, "steps": 2, "batch": 2},
+        "data": {"images": str(tmp_path / "after"), "conditions": str(tmp_path / "before"), "size": 64, "cache": False},
+    }  # fmt: skip
+    done = fxplug.train(config, out=tmp_path / "run", quiet=True)
+    assert len(done.history) == 2 and all(math.isfinite(row["loss"]) for row in done.history)
+    assert any(note.startswith("adapter/ in the stock pipeline: equal") for note in runs.notes(tmp_path / "run"))
