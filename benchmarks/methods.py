@@ -1,6 +1,6 @@
 """What each method of adapting costs and gives on the diffusion model of examples/fashion: time, memory, quality, drift.
 
-python benchmarks/methods.py [--json FILE] [--page FILE] [--from FILE] [--steps N] [--only METHOD ...]
+python benchmarks/methods.py [--json FILE] [--page FILE] [--from FILE] [--add] [--steps N] [--only METHOD ...]
 
 Each method learns Bag and Ankle boot, which the base has never seen, in the same few steps from the same batches and noise, on
 one thread. Each trains at every learning rate of RATES, and the one with the lowest held-out loss is kept.
@@ -73,11 +73,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path, help="write the table between the page's marks")
     parser.add_argument("--from", dest="recorded", type=Path, help="measure nothing: take the figures of this file")
+    parser.add_argument("--add", action="store_true", help="measure what --from's file lacks")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--only", nargs="+", choices=list(METHODS), default=list(METHODS))
     options = parser.parse_args()
-    recorded = options.recorded and json.loads(options.recorded.read_text("utf-8"))["rows"]
-    rows = recorded or measure(options.only, options.steps)
+    rows = json.loads(options.recorded.read_text("utf-8"))["rows"] if options.recorded else {}
+    if options.add or not rows:
+        measure(rows, options.only, options.steps)
     if options.json:
         write(options.json, {"steps": options.steps, "batch": BATCH, "rates": RATES, "methods": METHODS, "rows": rows})
     if options.page:
@@ -86,7 +88,7 @@ def main() -> None:
 
 
 def format_table(rows: dict[str, dict[str, float]]) -> str:
-    """Return the page's table, the lowest loss first."""
+    """Return the page's table, the lowest loss first, and below it which methods have no row."""
     heads = ["method", "step, of LoRA's", "memory (MiB)", "held-out loss", "recognised (%)", "drift (%)", "learning rate"]
     lines = [heads, ["---"] * len(heads)]
     for name, row in sorted(rows.items(), key=lambda item: item[1]["loss"]):
@@ -94,9 +96,11 @@ def format_table(rows: dict[str, dict[str, float]]) -> str:
         if name == "base":
             lines.append(["the base", "", "", *quality, "0", ""])
         else:
-            cost = [f"{row['step']:.2f}", f"{row['memory']:.0f}"]
+            cost = [f"{row['step']:.2f}", f"{row['memory']:.0f}"] if "step" in row else ["", ""]
             lines.append([f"`{name}`", *cost, *quality, f"{100 * row['drift']:.1f}", f"{row['rate']:g}"])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    missing = [f"`{name}`" for name in METHODS if name not in rows]
+    return f"{table}\n\nNot measured yet: {', '.join(missing)}." if missing else table
 
 
 def replace_table(page: str, rows: dict[str, dict[str, float]]) -> str:
@@ -107,15 +111,15 @@ def replace_table(page: str, rows: dict[str, dict[str, float]]) -> str:
     return found
 
 
-def measure(names: list[str], steps: int) -> dict[str, dict[str, Any]]:
-    """Return the figures of each method and of the base: quality in two processes, then costs in one."""
-    rows: dict[str, dict[str, Any]] = {}
+def measure(rows: dict[str, dict[str, Any]], names: list[str], steps: int) -> None:
+    """Add the figures that rows lack of the base and each method: quality in two processes, then costs in one."""
+    lacking = [name for name in ["base", *names] if name not in rows]
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), initializer=prepare, initargs=(steps,)) as pool:
-        for name, row in zip(["base", *names], pool.map(rate, ["base", *names]), strict=True):
+        for name, row in zip(lacking, pool.map(rate, lacking), strict=True):
             rows[name] = row
             print(json.dumps({name: row}), flush=True)
     prepare(steps)
-    for name, row in PREPARED[0].measure_costs(names).items():
+    for name, row in PREPARED[0].measure_costs([name for name in names if "step" not in rows[name]]).items():
         rows[name] |= row
     return rows
 

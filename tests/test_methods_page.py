@@ -1,7 +1,11 @@
-"""The table of methods says what is: numbers that train, merging, entries by sample and files of each method are tried."""
+"""The tables of methods say what is: numbers that train, merging, entries by sample and files of each method are tried.
+
+What was measured is what was recorded."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 
 import pytest
@@ -13,8 +17,9 @@ from doc_blocks import ROOT
 import fxplug
 
 PAGE = (ROOT / "docs/guides/methods.md").read_text("utf-8")
+FACTS = PAGE.partition("<!--")[0]
 ROWS = {row[0].strip("`"): row for row in (
-    [cell.strip() for cell in line.split("|")[1:-1]] for line in re.findall(r"^\| `.*$", PAGE, re.MULTILINE))}  # fmt: skip
+    [cell.strip() for cell in line.split("|")[1:-1]] for line in re.findall(r"^\| `.*$", FACTS, re.MULTILINE))}  # fmt: skip
 FORMATS = ("peft", "diffusers", "kohya", "lycoris", "comfy", "fxplug")
 RANKED = ("lora", "lora_weight", "dora", "loha", "lokr", "vera")
 
@@ -68,3 +73,14 @@ def use_both(slots, path):
         slots.adapters.load(name, path)
     slots.adapters.use(["ink", None])
     return slots(torch.randn(2, 3, 32, 32))
+
+
+def test_the_page_has_what_was_recorded(monkeypatch):
+    """Every method of the comparison has its row, or is named as missing."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    methods = importlib.import_module("methods")
+    recorded = json.loads(max((ROOT / "benchmarks/results").glob("*-cpu-methods.json")).read_text("utf-8"))["rows"]
+    assert methods.replace_table(PAGE, recorded) == PAGE
+    table = PAGE.partition(methods.BEGIN)[2].partition(methods.END)[0]
+    assert [name for name in methods.METHODS if f"`{name}`" not in table] == []
+    assert "Not measured" not in methods.format_table(dict.fromkeys(["base", *methods.METHODS], recorded["lora"]))
