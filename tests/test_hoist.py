@@ -214,12 +214,21 @@ def test_written_weights_are_seen(way):
 
 
 @torch.no_grad()
-def test_steps_of_fused_optimizers_are_seen():
+def test_steps_that_count_no_version_up_are_seen():
     gm, hoisted = make()
     check(gm, hoisted, **inputs())
     for parameter in gm.parameters():
         parameter.grad = torch.ones_like(parameter)
     torch.optim.AdamW(gm.parameters(), 0.1, fused=True).step()  # which counts no version up
+    check(gm, hoisted, **inputs())
+
+    class ByAddress(torch.optim.Optimizer):  # as kernels of other libraries
+        def step(self):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.add_(1)
+
+    ByAddress(gm.parameters(), {}).step()
     check(gm, hoisted, **inputs())
 
 

@@ -20,14 +20,16 @@ PLAIN = {Tensor, nn.Parameter}
 
 
 class FusedSteps:
-    """How many steps fused optimizers have made in this process, whose writes no version counts."""
+    """How many steps optimizers have made in this process whose writes no version counts: fused ones, and those of other
+    libraries, whose kernels may write by address."""
 
     count = 0
 
     @staticmethod
     def note(optimizer: Any, *_: Any) -> None:
         """Note a step of an optimizer."""
-        if any(group.get("fused") for group in optimizer.param_groups):
+        foreign = not type(optimizer).__module__.startswith("torch.optim.")
+        if foreign or any(group.get("fused") for group in optimizer.param_groups):
             FusedSteps.count += 1
 
 
