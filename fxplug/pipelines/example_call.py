@@ -102,7 +102,7 @@ class ExampleCall:
             self.first()
         except SpecError:
             raise
-        except Exception as error:
+        except Exception as error:  # the pipeline's, about a call without pictures
             if is_own_error(error):
                 raise
             if not self._give_pictures():
@@ -110,7 +110,7 @@ class ExampleCall:
         self.check_size()
         try:
             return self.first(2)
-        except Exception as error:
+        except Exception as error:  # the pipeline's: two texts may be too many
             if is_own_error(error):
                 raise
             return self.first()  # it takes one text alone
@@ -225,7 +225,7 @@ class ExampleCall:
         """Return shapes and numbers of the part's first call; None if the pipeline refuses the call."""
         try:
             return map_leaves(self.first(**changes), lambda tensor, _: tuple(tensor.shape))
-        except Exception as error:
+        except Exception as error:  # the pipeline's, about sizes
             if is_own_error(error):
                 raise
             return None

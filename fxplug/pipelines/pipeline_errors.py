@@ -45,7 +45,7 @@ def catch_pipeline_errors() -> Iterator[None]:
     """Catch what a pipeline's run raises inside, and go on after it; a mistake of fxplug is raised."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # whatever a pipeline raises
         if is_own_error(error):
             raise
 
