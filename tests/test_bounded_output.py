@@ -91,6 +91,7 @@ def test_every_public_class_is_short_whatever_it_holds(name):
     elif "__repr__" in vars(kind):
         many = [f"pass{i}" * 20 for i in range(500)]
         held = {"names": many, "slots": 500, "manifest": {"module": "A" * 200, "passes": many, "opset": 20}, "device": "cpu"}
+        held |= {"rows": [{name: 1.0} for name in many], "single": False}
         stand_in = SimpleNamespace(**held)
         stand_in._described = lambda more: kind._described(stand_in, more)
         assert len(kind.__repr__(stand_in)) < MOST

@@ -240,7 +240,7 @@ def test_an_encoder_that_is_not_clips_has_no_adapter_file(place, tmp_path):
     shutil.copytree(place / "sd/tokenizer", place / "t5/tokenizer")
     made = config()
     made["train"]["task"]["denoise"]["text"] = {"t5": {"passes": [{"lora": {"at": "**.SelfAttention.?", "rank": 2}}]}}
-    with runs.sharing(), pytest.warns(UserWarning, match="of a UNet with CLIP's text encoder"):
+    with runs.sharing(), pytest.warns(UserWarning, match="needs a UNet with CLIP's text encoder"):
         run = fxplug.train(made, out=tmp_path / "run", quiet=True)
     assert "text_encoder.lora" in {group["name"] for group in run.trainer.groups} and not (run.out / "adapter").exists()
     assert run.use.endswith(f"pipe.text_encoder = fxplug.load({str(run.out / 'text/text_encoder')!r})")
