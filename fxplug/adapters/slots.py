@@ -279,10 +279,18 @@ class Adapters(SlotState):
             What went where.
 
         Raises:
-            SpecError: For a name that is taken, full slots, and for an `instead` that is not loaded, is pinned, or is in use.
+            SpecError: For a name that is taken, full slots, an `instead` that is not loaded, is pinned, or is in use, and for
+                what was prepared for a module with other slots.
         """
         if not isinstance(ready, Prepared):
             raise SpecError(f"put takes what prepare(name, source) gives, not {quote(ready)}")
+        for p, rows in ready.rows.items():
+            own = {bank.block: bank for bank in self.banks.get(p, ())}
+            if other := next((bank.path for bank, *_ in rows if own.get(bank.block) != bank), None):
+                raise SpecError(
+                    f"'{ready.name}' was prepared for other slots than the pass '{p}' has at '{other}' here: prepare it with "
+                    "these adapters"
+                )
         self._put(ready, instead=instead)
         return ready.fit
 

@@ -14,6 +14,7 @@ from fxplug.adapters import state
 from fxplug.core.errors import SpecError
 
 X = fuzz.example()
+X8 = torch.randn(2, 8)
 
 
 def loaded():
@@ -46,6 +47,21 @@ def test_rows_name_adapters_and_not_slots():
     other = copy.deepcopy(new).to(torch.float16)  # of other tables
     other.adapters.use(rows)
     assert other.adapters.active == [{"a": 0.5}, {"b": 1.0}]
+
+
+@pytest.mark.parametrize("options", [{"rank": 2, "slots": 4}, {"rank": 8, "slots": 1}, {"rank": 4, "slots": 3}], ids=str)
+def test_what_was_prepared_for_other_slots_is_refused(options):
+    """Tensors of as many numbers would take it, in the rows of several slots."""
+    plain = fxplug.trace(torch.nn.Sequential(torch.nn.Linear(8, 8)), (X8,))
+    made = fxplug.apply(plain, fxplug.load_pass("lora", at="0", rank=4, slots=2))
+    file = {"0.lora_A.weight": torch.randn(2, 8), "0.lora_B.weight": torch.randn(8, 2)}
+    ready = made.adapters.prepare("a", file)
+    other = fxplug.apply(plain, fxplug.load_pass("lora", at="0", **options))
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(SpecError, match="'a' was prepared for other slots than the pass 'lora' has at '0'"):
+        other.adapters.put(ready)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    copy.deepcopy(made).adapters.put(ready)
 
 
 def test_what_is_prepared_in_a_call_is_put_often_and_only_its_name_is_written_under_the_lock(monkeypatch):
