@@ -185,7 +185,7 @@ def test_two_hundred_adapters_in_four_slots_by_many_threads(traced, module, tmp_
                         found = change(module, [f"a{i:03}"])
                         if not torch.allclose(found, expected[i], rtol=1e-4, atol=1e-4):
                             wrong.append((seed, i))
-                        assert store.held_bytes <= 40 * bytes_
+                        assert store.used_bytes <= 40 * bytes_
             except BaseException as error:
                 wrong.append(error)
 
@@ -194,8 +194,8 @@ def test_two_hundred_adapters_in_four_slots_by_many_threads(traced, module, tmp_
             one.start()
         for one in threads:
             one.join()
-        assert wrong == [] and len(store._held) == 4
-        assert not any(held.leases for held in store._held.values())
+        assert wrong == [] and len(store._in_slots) == 4
+        assert not any(held.leases for held in store._in_slots.values())
 
 
 def test_the_second_start_reads_no_file_and_a_broken_index_is_made_anew(module, tmp_path, monkeypatch):
@@ -269,7 +269,7 @@ def test_an_engine_with_a_store(tmp_path):
         for adapters, text in zip(wrong, ("no adapter 's9'", "room for 1", "bad.safetensors"), strict=True):
             with pytest.raises(fxplug.SpecError, match=text):
                 engine.submit(Request(call={"prompt": "a"}, adapters=adapters))
-        assert not any(held.leases for held in store._held.values())
+        assert not any(held.leases for held in store._in_slots.values())
     with AdapterStore(tmp_path, {"unet": copy.deepcopy(pipe.unet)}) as store:
         with pytest.raises(fxplug.SpecError, match="none of the engine's models"):
             Engine(pipe, store=store)

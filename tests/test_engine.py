@@ -12,6 +12,7 @@ import torch
 from diffusers import ControlNetModel
 
 import fxplug
+from fxplug.core.errors import SpecError
 from fxplug.serving import Cancelled, Engine, QueueFull, Request
 from fxplug.serving import engine as engines
 
@@ -310,6 +311,24 @@ def test_new_weights_between_steps_all_or_none(sd):
     (after,) = run(engine, [request])
     assert torch.equal(after.result().images, alone(pipe, request))
     assert not torch.equal(after.result().images, before.result().images)
+
+
+def test_a_request_cannot_wait_for_its_engine(sd):
+    """It would wait for ever: the engine goes on when the request does."""
+    engine, steps = Engine(sd), []
+
+    def callback(pipe, step, time, values):
+        for way in (engine.step, engine.drain, first.result, lambda: engine.update({}), lambda: next(engine.generate([ask(SD, 1)]))):
+            with pytest.raises(SpecError, match="a request cannot wait for its engine"):
+                way()
+        steps.append(step)
+        return values
+
+    first = engine.submit(Request(call=ask(SD, 0).call | {"callback_on_step_end": callback}, seed=0))
+    while not engine.is_idle:
+        engine.step()
+    first.result()
+    assert steps == [0, 1]
 
 
 def test_events_tell_each_step(sd):

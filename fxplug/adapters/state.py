@@ -224,14 +224,14 @@ class SlotState(Slots):
                 self._bring_back(instead or "", freed, {}, before)
                 raise
             finally:
-                self._hold_slots({**freed, **slots}, False)
+                self._mark_filling({**freed, **slots}, False)
 
     def _reserve(self, ready: Prepared, freed: Mapping[str, int], slots: dict[str, int]) -> None:
         """Find a slot in each pass, of those that are `freed` or of the free ones, which nobody else fills meanwhile."""
         with _reserving:
             found = {p: freed[p] if p in freed else self._free(p, ready.name) for p in ready.rows}
             slots |= found
-            self._hold_slots({**freed, **found}, True)
+            self._mark_filling({**freed, **found}, True)
 
     def _fill(self, ready: Prepared, slots: Mapping[str, int], write: Write) -> None:
         """Write an adapter into slots, one for each pass; what it has nothing for becomes zero."""
@@ -278,7 +278,7 @@ class SlotState(Slots):
                 with self._changing() as change:
                     slots |= self._slots_of(self.check_unpinned(self.check_known(name)))
                     used |= {p: self._table(p, "weights")[:, slot].clone() for p, slot in slots.items()}
-                    self._hold_slots(slots, True)
+                    self._mark_filling(slots, True)
                     self._unname(slots, change)
                 for p, slot in slots.items():
                     self._empty(p, slot, partial(_write, before))
@@ -286,7 +286,7 @@ class SlotState(Slots):
                 self._bring_back(name, slots, used, before)
                 raise
             finally:
-                self._hold_slots(slots, False)
+                self._mark_filling(slots, False)
 
     def _bring_back(
         self, name: str, slots: Mapping[str, int], used: Mapping[str, Tensor], before: list[tuple[Tensor, Tensor]]
@@ -298,12 +298,12 @@ class SlotState(Slots):
             with self._changing() as change:
                 self._publish(name, slots, used, change)
 
-    def _hold_slots(self, slots: Mapping[str, int], on: bool) -> None:
+    def _mark_filling(self, slots: Mapping[str, int], filling: bool) -> None:
         """Keep others from filling these slots, or no longer."""
         for p, slot in slots.items():
             for lock in self.locks:
                 if p in self.passes_of(lock):
-                    (lock.filling.add if on else lock.filling.discard)(slot)
+                    (lock.filling.add if filling else lock.filling.discard)(slot)
 
     def _count_pins(self, names: Sequence[str], step: int) -> None:
         with _reserving:

@@ -20,7 +20,7 @@ from .checks import check_pipeline, find_scheduler, list_models, read_buckets
 from .forms import CallForms
 from .joint_calls import ModelCaller
 from .learning import LearntKind, classify_request, learn_request
-from .parked import Cancelled, RequestThread, StepCount, copy_pipeline, make_stand_in
+from .parked import Cancelled, RequestThread, StepCount, check_outside, copy_pipeline, make_stand_in
 from .requests import Request, get_strengths, make_call
 from .store import AdapterStore
 from .tickets import QueueFull, Ticket
@@ -39,7 +39,7 @@ class ActiveRequest:
     pipe: Any
     count: StepCount
     rows: int  # of its largest call so far, or of one of its kind
-    held: ExitStack  # what ends with it: the pins of its adapters
+    resources: ExitStack  # what ends with it: the pins of its adapters
     adapters: Mapping[int, frozenset[str]]  # the names of those that a model has, by its `id`
     parked: int = -1  # when it came to the call at which it waits, in calls
 
@@ -218,7 +218,11 @@ class Engine:
 
         Returns:
             The tickets that have ended.
+
+        Raises:
+            SpecError: Within a request, as in a callback of it; so do `generate`, `drain`, `update` and a ticket's `result`.
         """
+        check_outside()
         with self._lock:
             ended = self._cancel() + self._take_in()
             if not self._active:
@@ -234,6 +238,7 @@ class Engine:
 
     def _step_by_hand(self) -> bool:
         """Make a step unless a thread does."""
+        check_outside()
         if self._thread is not None:
             return False
         self.step()
@@ -260,22 +265,22 @@ class Engine:
                 if at >= len(self._queued):
                     break
                 ticket = self._queued[at]
-            held = ExitStack()
+            resources = ExitStack()
             try:
                 if self.store is not None and ticket.request.adapters:
                     if (lease := self.store.lease(ticket.request.adapters)) is None:
                         ticket.move("waiting")
                         at += 1
                         continue
-                    held.callback(lease.end)
+                    resources.callback(lease.end)
                 with self._queue_lock:
                     self._queued.remove(ticket)
-                active = self._start(ticket, held)
+                active = self._start(ticket, resources)
             except Exception as error:  # what the adapters' files or the pipeline's first run raise
                 with self._queue_lock:
                     if ticket in self._queued:
                         self._queued.remove(ticket)
-                held.close()
+                resources.close()
                 ticket.finish(error=error)
                 ended.append(ticket)
                 continue
@@ -283,9 +288,9 @@ class Engine:
             ended += self._resume(active)
         return ended
 
-    def _start(self, ticket: Ticket, held: ExitStack) -> ActiveRequest:
+    def _start(self, ticket: Ticket, resources: ExitStack) -> ActiveRequest:
         request = ticket.request
-        adapters = held.enter_context(self.caller.pin(get_strengths(request.adapters)))
+        adapters = resources.enter_context(self.caller.pin(get_strengths(request.adapters)))
         kind, pipe = classify_request(request), self.pipes[request.task]
         scheduler = find_scheduler(request.scheduler, pipe)
         if (learnt := self.learnt.get(kind)) is None:
@@ -296,7 +301,7 @@ class Engine:
         own, count = copy_pipeline(pipe, self.stand_ins, scheduler)
         thread = RequestThread(lambda: own(**call), self.forms.describe)
         ticket.move("running")
-        return ActiveRequest(ticket, thread, own, count, rows, held, adapters)
+        return ActiveRequest(ticket, thread, own, count, rows, resources, adapters)
 
     def _resume(self, one: ActiveRequest) -> list[Ticket]:
         """Let a request go on to its next call; gives its ticket if it has ended."""
@@ -313,7 +318,7 @@ class Engine:
 
     def _end(self, one: ActiveRequest, error: BaseException | None) -> list[Ticket]:
         self._active.remove(one)
-        one.held.close()
+        one.resources.close()
         one.ticket.finish(one.thread.result, error)
         self._news.set()
         return [one.ticket]
@@ -325,13 +330,13 @@ class Engine:
         """
         forms = self.forms
 
-        def turn(one: ActiveRequest) -> tuple[bool, int]:
+        def get_priority(one: ActiveRequest) -> tuple[bool, int]:
             call = one.thread.call
             if call.key is None:
                 return True, one.parked
             return id(call.model) in self._denoisers, forms.form_of(call).called
 
-        head = min(self._active, key=turn)
+        head = min(self._active, key=get_priority)
         call, form = head.thread.call, forms.form_of(head.thread.call)
         group, rows = [head], call.rows
         most = self.caller.limit(self.rows, call, form)
@@ -370,6 +375,7 @@ class Engine:
         Args:
             seconds: How long it may take.
         """
+        check_outside()
         self._draining = True
         end = time.monotonic() + seconds
         self._news.set()
@@ -405,6 +411,7 @@ class Engine:
             SpecError: For a model or tensor that there is not, with the nearest name, and for another shape; nothing is
                 changed then.
         """
+        check_outside()
         pairs = []
         for key, value in state.items():
             part, _, name = key.partition(".")

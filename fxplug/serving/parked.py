@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ..core.errors import FxplugError
+from ..core.errors import FxplugError, SpecError
 from ..pipelines.recorded_run import get_components
 
 CallModel = Callable[[nn.Module, str, tuple[Any, ...], Mapping[str, Any]], Any]
@@ -56,6 +56,12 @@ def _make_method(model: nn.Module, name: str) -> Callable[..., Any]:
         return getattr(model, name)(*args, **kwargs) if call is None else call(model, name, args, kwargs)
 
     return method
+
+
+def check_outside() -> None:
+    """Check that no request makes this call: its engine waits for it. Raises SpecError."""
+    if getattr(_thread, "call", None) is not None:
+        raise SpecError("a request cannot wait for its engine, which waits for it: call submit there, and the rest elsewhere")
 
 
 class RequestThread:

@@ -36,7 +36,7 @@ class WantedAdapter:
 
 
 @dataclass(eq=False)
-class HeldAdapter:
+class SlotAdapter:
     """An adapter in slots: which version of its file, of which models, and how many leases there are."""
 
     stamp: Stamp
@@ -105,7 +105,7 @@ class AdapterStore:
         self._lock = threading.RLock()
         self._scanned = time.monotonic()
         self._ready: dict[str, tuple[Stamp, dict[str, Prepared]]] = {}  # in host memory, the last used last
-        self._held: dict[str, HeldAdapter] = {}  # in slots, the last used last
+        self._in_slots: dict[str, SlotAdapter] = {}  # in slots, the last used last
         self._wanted: dict[str, WantedAdapter] = {}
         self._faults: dict[str, str] = {}  # of readings, until somebody is told
         self._calls = 0
@@ -115,7 +115,7 @@ class AdapterStore:
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"AdapterStore({self.folder}; {len(self._index.entries)} adapters, {len(self._held)} in slots)"
+        return f"AdapterStore({self.folder}; {len(self._index.entries)} adapters, {len(self._in_slots)} in slots)"
 
     def __enter__(self) -> AdapterStore:
         return self
@@ -135,7 +135,7 @@ class AdapterStore:
     def list(self) -> Infos:
         """List the adapters, by name; those that cannot be used have an `error`."""
         with self._lock:
-            return [replace(entry.info, in_slot=name in self._held) for name, entry in self._index.entries.items()]
+            return [replace(entry.info, in_slot=name in self._in_slots) for name, entry in self._index.entries.items()]
 
     def check(self, adapters: Mapping[str, Any]) -> None:
         """Check that a request may name these adapters.
@@ -195,7 +195,7 @@ class AdapterStore:
             self._want([name for name in lacking if self._ready.get(name, ((),))[0] != stamps[name]], lacking)
             if any(self._ready.get(name, ((),))[0] != stamps[name] for name in lacking):
                 return None
-            if any(self._held[name].leases for name in lacking if name in self._held):
+            if any(self._in_slots[name].leases for name in lacking if name in self._in_slots):
                 return None  # an older version is in use
             for name in lacking:
                 if not self._put(name, names):
@@ -204,8 +204,8 @@ class AdapterStore:
 
     def _is_in_slots(self, name: str, stamp: Stamp) -> bool:
         """Tell whether a version of an adapter is in slots; somebody else may have unloaded what nobody leases."""
-        held = self._held.get(name)
-        return held is not None and held.stamp == stamp and all(name in self._models[m].names for m in held.models)
+        loaded = self._in_slots.get(name)
+        return loaded is not None and loaded.stamp == stamp and all(name in self._models[m].names for m in loaded.models)
 
     def _want(self, missing: Sequence[str], lacking: Sequence[str]) -> None:
         """Note what somebody waits for: what is to be read, and what is ready and shall stay so."""
@@ -220,12 +220,12 @@ class AdapterStore:
     def _put(self, name: str, names: tuple[str, ...]) -> bool:
         """Put an adapter that is ready into slots, and others out of them; tells whether there was room."""
         stamp, parts = self._ready[name]
-        if name in self._held:
+        if name in self._in_slots:
             self._take_out(name)
         for model, ready in parts.items():
             while not _has_room(self._models[model], ready):
                 here = set(self._models[model].names)
-                victim = next((n for n, held in self._held.items() if not held.leases and n in here and n not in names), None)
+                victim = next((n for n, one in self._in_slots.items() if not one.leases and n in here and n not in names), None)
                 if victim is None:
                     return False
                 self._take_out(victim)
@@ -238,7 +238,7 @@ class AdapterStore:
             for model in (model for model, done in put.items() if done):
                 self._models[model].unload(name)
             raise
-        self._held[name] = HeldAdapter(stamp, tuple(parts))
+        self._in_slots[name] = SlotAdapter(stamp, tuple(parts))
         self._ready[name] = self._ready.pop(name)
         return True
 
@@ -246,23 +246,23 @@ class AdapterStore:
         for slots in self._models.values():
             if name in slots.names:
                 slots.unload(name)
-        del self._held[name]
+        del self._in_slots[name]
 
     def _pin(self, names: tuple[str, ...]) -> Lease:
         with ExitStack() as pins:
             for name in names:
-                held = self._held[name] = self._held.pop(name)  # the last used
-                held.leases += 1
+                loaded = self._in_slots[name] = self._in_slots.pop(name)  # the last used
+                loaded.leases += 1
                 self._wanted.pop(name, None)
-                pins.callback(self._release, held)  # after the pins have ended: until then it makes room for nobody
+                pins.callback(self._release, loaded)  # after the pins have ended: until then it makes room for nobody
             for slots in self._models.values():
                 here = set(slots.names)
                 pins.enter_context(slots.pin(*(name for name in names if name in here)))
             return Lease(names, pins.pop_all())
 
-    def _release(self, held: HeldAdapter) -> None:
+    def _release(self, loaded: SlotAdapter) -> None:
         with self._lock:
-            held.leases -= 1
+            loaded.leases -= 1
 
     # --- reading
 
@@ -312,7 +312,7 @@ class AdapterStore:
         def rank(one: str) -> int:
             return self._wanted[one].order if one in self._wanted else self._calls + 1
 
-        while self.held_bytes >= self.host_bytes:
+        while self.used_bytes >= self.host_bytes:
             others = [one for one in self._ready if one != name]
             victim = max(others, key=rank, default=None)  # of equal ones the first, which was used longest ago
             if victim is None or rank(victim) == order:
@@ -323,7 +323,7 @@ class AdapterStore:
         return True
 
     @property
-    def held_bytes(self) -> int:
+    def used_bytes(self) -> int:
         """Number of bytes that the adapters in host memory have."""
         return sum(ready.bytes for _, parts in self._ready.values() for ready in parts.values())
 
