@@ -47,6 +47,7 @@ suite: export HF_HUB_OFFLINE = 1
 suite: export PYTHONDONTWRITEBYTECODE =
 suite: install
 	@command -v chromedriver > /dev/null || echo "tests in a browser are skipped: apt-get install chromium chromium-driver"
+	@command -v node > /dev/null || echo "the test of the site's search is skipped: apt-get install nodejs"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "$(MARKS)" --durations=25
 
 test-slow:  ## the tests that take minutes

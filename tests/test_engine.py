@@ -318,7 +318,8 @@ def test_a_request_cannot_wait_for_its_engine(sd):
     engine, steps = Engine(sd), []
 
     def callback(pipe, step, time, values):
-        for way in (engine.step, engine.drain, first.result, lambda: engine.update({}), lambda: next(engine.generate([ask(SD, 1)]))):
+        ways = engine.step, engine.drain, first.result, lambda: engine.update({}), lambda: next(engine.generate([ask(SD, 1)]))
+        for way in ways:
             with pytest.raises(SpecError, match="a request cannot wait for its engine"):
                 way()
         steps.append(step)
