@@ -17,7 +17,7 @@ from fxplug.core import extensions
 from fxplug.core.extensions import Extension
 
 CORE = "core blocks __init__".split()  # noqa: SIM905
-LIMIT, LIMIT_WITH_VERIFY = 60, 75  # files of ours that the main job imports; with verify the tables of all extensions, too
+LIMIT, LIMIT_WITH_VERIFY = 60, 62  # files of ours that the main job imports; verify reads the table of each extension, too
 JOB = """
     import sys
     import torch
@@ -129,7 +129,7 @@ def test_the_core_names_no_extension_in_a_text():
 def test_the_main_job_imports_few_files(run, tmp_path):
     before, verified = map(int, run([JOB], tmp_path)[0].split())
     print(f"the main job imports {before} files, {verified} with verify")
-    assert before < LIMIT and verified < LIMIT_WITH_VERIFY
+    assert before < LIMIT and verified - len(extensions.extensions()) < LIMIT_WITH_VERIFY
 
 
 def test_the_main_job_runs_without_each_extension(run, tmp_path):
@@ -171,6 +171,7 @@ TESTS = {
     "training": "test_draws.py",
     "pipelines": "test_in_pipelines.py::test_a_part_that_cannot_be_traced_so",
     "hub": "test_hub.py::test_a_folder_of_that_name_goes_first",
+    "serving": "test_adapter_store.py::test_what_is_in_a_folder_and_what_is_refused",
     "hcp": "test_hcp_words.py::test_words_that_do_not_fit",
     "zhijian": "test_blitz_convert.py::test_a_configuration_names_a_module_as_it_is",
     "everydream": "test_everydream_text.py::test_changed_tokens_are_what_is_trained_on",
