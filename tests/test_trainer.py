@@ -532,7 +532,7 @@ def test_names_stand_for_optimizer_and_scheduler_in_python_too():
     _, trainer = python_trainer()
     made = trainer(optimizer="sgd", scheduler={"linear": {"warmup": 1}})
     assert len(made.fit()) == 2 and made.fit() is made.history
-    assert type(made.optimizer.optimizer).__name__ == "SGD" and not made.schedule.by_epoch
+    assert type(made.optimizer).__name__ == "SGD" and not made.schedule.by_epoch
 
 
 class Looks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,11 @@ class BatchDims:
 
     __repr__ = format_fields
 
+    @functools.cached_property
+    def _dims_of_arguments(self) -> dict[str, int]:
+        """Return the dimension of samples of each argument that is a tensor, by name."""
+        return {_argument(path): dim for path, dim in self.dims.items() if len(path) == 1}
+
     def form(self, call: Call) -> str:
         """Return a text that calls have in common if, and only if, they can be joined to one: shapes, and values that samples
         share."""
@@ -77,9 +83,13 @@ class BatchDims:
     def join(self, calls: Sequence[Call]) -> Call:
         """Return the call of a batch: the samples of calls of one `form`, in order."""
         joined: Call = {}
-        for name in calls[0]:
+        for name, value in calls[0].items():
             if name in self.lists:
                 joined[name] = [entry for call in calls for entry in call[name]]
+                continue
+            if isinstance(value, Tensor):  # as most are, in each step: none of these is looked for in a structure
+                dim = self._dims_of_arguments.get(name)
+                joined[name] = value if dim is None else torch.cat([call[name] for call in calls], dim)
                 continue
             rows = [pytree.tree_flatten_with_path({name: call[name]}) for call in calls]
             leaves = [

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..core import reading, weight_files
 from ..core.errors import ArtifactError
 from ..core.writing import Folder
+from .data.image_sources import compute_key_digest
 from .run_folder import FULL
 from .train_section import Data
 
@@ -56,18 +57,18 @@ class EncodedCache:
 
     def path(self, key: Any) -> Path:
         """Return the file of an entry."""
-        return Path(self._path(_digest(key)))
+        return Path(self._path(compute_key_digest(key)))
 
     def _path(self, name: str) -> str:
         return f"{self._place}/{name[:2]}/{name[2:]}.safetensors"
 
     def has(self, key: Any) -> bool:
         """Return whether there is a file for an entry, which `get` may still find damaged."""
-        return os.path.isfile(self._path(_digest(key)))
+        return os.path.isfile(self._path(compute_key_digest(key)))
 
     def get(self, key: Any) -> Any:
         """Return the value of a key; None where there is none that can be used."""
-        name = _digest(key)
+        name = compute_key_digest(key)
         if name in self._kept:
             self._kept.move_to_end(name)
             return self._kept[name].value()
@@ -92,7 +93,7 @@ class EncodedCache:
         except _Unknown as error:
             self._stop(f"a value of the cache has a {error}, which it cannot store: the run goes on without")
             return False
-        name = _digest(key)
+        name = compute_key_digest(key)
         self._keep(name, entry)
         if not self.writable:
             return False
@@ -177,10 +178,6 @@ def _remove(folder: Folder, process: int) -> None:
     """Remove a process's folder, but not from a forked process."""
     if os.getpid() == process:
         folder.remove()
-
-
-def _digest(key: Any) -> str:
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
 
 
 def _sum(tensor: Tensor) -> int:

@@ -86,7 +86,7 @@ class Stepper:
     @property
     def skipped(self) -> bool:
         """Return whether the last step changed nothing because its gradients overflowed in fp16."""
-        return bool(self.optimizer.step_was_skipped)
+        return bool(getattr(self.optimizer, "step_was_skipped", False))
 
     def _change_weights(self, step: int, batches: Sequence[Batch]) -> float:
         """Clip the gradients, change the weights, and return the norm before clipping."""
@@ -99,7 +99,7 @@ class Stepper:
             self.overflows = 0
         self.whole = False
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         return norm
 
     def _overflowed(self, step: int, batches: Sequence[Batch]) -> None:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..core.errors import SpecError, TrainError
@@ -130,6 +131,14 @@ def check_optimizer(optimizer: Any, groups: list[dict[str, Any]], settings: Trai
 
 def _is_optimizer(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+
+
+def with_loss_scale(optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> Any:
+    """Return an optimizer as accelerate wraps it for a loss scale; the optimizer itself where there is none.
+
+    The wrapper looks for further packages on sys.path in each step, which takes as long as a small optimizer's step.
+    """
+    return optimizer if accelerator.scaler is None else accelerator.prepare_optimizer(optimizer, device_placement=False)
 
 
 # --- optimizers that train other weights than they evaluate with

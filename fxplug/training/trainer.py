@@ -30,7 +30,7 @@ from .identity import compute_digest, describe_run
 from .interrupts import catch_interrupts
 from .monitor import RunMonitor
 from .optimizer_step import Stepper
-from .optimizers import begin_training, open_optimizer, use_evaluation_weights
+from .optimizers import begin_training, open_optimizer, use_evaluation_weights, with_loss_scale
 from .param_groups import Ema, check_gradients, choose, divide_groups, make_frozen_filter
 from .plugins import Plugins, RunStart, load_plugins
 from .progress import Progress
@@ -194,7 +194,7 @@ class Trainer:
         task_setup.prepare_beside(self.task, self.settings, self.accelerator)
         made = open_optimizer(optimizer, scheduler, self.groups, self.settings)
         self.schedule = RateSchedule(made, self.settings.scheduler, self.steps, self.progress.per_epoch, given=scheduler)
-        self.optimizer: Any = self.accelerator.prepare_optimizer(made, device_placement=False)
+        self.optimizer: Any = with_loss_scale(made, self.accelerator)
         self.plugins.begin_steps(self.optimizer)
         self.trained = {name: p for group in self.groups for name, p in zip(group["names"], group["params"], strict=True)}
         self.ema = Ema(self.trained, self.settings.ema) if self.settings.ema else None
@@ -237,7 +237,7 @@ class Trainer:
             trained=self.trained,
             base=base,
             groups=self.groups,
-            kinds=(type(self.optimizer.optimizer).__name__, type(self.schedule.scheduler).__name__),
+            kinds=(type(self.state.optimizer).__name__, type(self.schedule.scheduler).__name__),
             task=format_use(self.settings.task if isinstance(self._named, Task) else read_use(self._named)),
             data=self.data,
             samples_of_a_step=self.settings.batch * self.settings.accumulate * self.world,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,20 @@ def compute_digest(*parts: bytes) -> str:
     for part in parts:
         found.update(part)
     return found.hexdigest()
+
+
+class CacheKey(dict[str, Any]):
+    """Plain values that a cache knows something by, with a digest that is computed once, however often it is looked for."""
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the values as hexadecimal digits."""
+        return compute_key_digest(dict(self))
+
+
+def compute_key_digest(key: Any) -> str:
+    """Return the SHA-256 of plain values of JSON as hexadecimal digits."""
+    return key.digest if isinstance(key, CacheKey) else compute_digest(json.dumps(key, sort_keys=True).encode())
 
 
 def compute_file_digest(path: Path) -> str:
@@ -159,11 +174,11 @@ class PlacedImage:
         frames = getattr(self.source, "frames", None) if self.kind == "video" else None
         return (*(() if frames is None else (frames,)), *(self.size or self.source.size()))
 
-    @property
-    def key(self) -> dict[str, Any]:
+    @cached_property
+    def key(self) -> CacheKey:
         """Plain values on which the pixels depend, and nothing else does: what a cache knows it by. Raises Unreadable."""
         place = [self.place.x, self.place.y, bool(self.place.flip)]
-        return {"content": self.content, "settings": list(self.source.settings), "size": self.size, "place": place}
+        return CacheKey(content=self.content, settings=list(self.source.settings), size=self.size, place=place)
 
     def read(self) -> Tensor:
         """Return the pixels as a batch has them, float32 [c, h, w], or [c, f, h, w] of a video. Raises Unreadable."""
