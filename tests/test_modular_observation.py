@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import diffusers.modular_pipelines
 import pytest
 import tiny_modular_pipelines as tiny_modular
@@ -97,6 +99,27 @@ def test_a_family_that_is_not_understood_is_refused_in_words(name, message):
     pipe = tiny_modular.make(name)
     with pytest.raises(fxplug.SpecError, match=message):
         observe(pipe, tiny_modular.CALLS[name])
+
+
+def test_a_failing_block_is_quoted_and_logs_no_traceback():
+    form, lines = tiny_modular.form_of("sd3", tiny.make("sd3")), []
+
+    def fail(*_args, **_named):
+        raise RuntimeError("no such shape")
+
+    form.transformer.forward = fail
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.extend(record.getMessage().splitlines())
+    logging.getLogger("diffusers").addHandler(handler)
+    try:
+        with pytest.raises(fxplug.SpecError, match="StableDiffusion3ModularPipeline.*RuntimeError: no such shape"):
+            observe(form, SIZE)
+        assert lines == []
+        with pytest.raises(RuntimeError):  # outside, diffusers logs as ever
+            form(prompt="a ball", **SIZE, num_inference_steps=1)
+        assert any("Traceback" in line for line in lines)
+    finally:
+        logging.getLogger("diffusers").removeHandler(handler)
 
 
 def test_a_pipeline_without_a_scheduler_is_refused():

@@ -269,12 +269,18 @@ def quote_error(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def silence_libraries() -> Iterator[None]:
-    """Show no progress bars, warnings and log of the two libraries inside, but errors: what matters is raised."""
+    """Show no progress bars, warnings and log of the two libraries inside, but errors: what matters is raised.
+
+    Of an error that modular pipelines raise not even that: each block around it logs the whole traceback beside.
+    """
     import diffusers.utils.logging
     import transformers.utils.logging
 
     libraries: Sequence[Any] = (diffusers.utils.logging, transformers.utils.logging)
     before = [(library.is_progress_bar_enabled(), library.get_verbosity()) for library in libraries]
+    blocks, tracebacks = logging.getLogger("diffusers.modular_pipelines.modular_pipeline"), logging.Filter()
+    tracebacks.filter = lambda record: False  # type: ignore[method-assign]
+    blocks.addFilter(tracebacks)
     try:
         for library in libraries:
             library.disable_progress_bar()
@@ -284,6 +290,7 @@ def silence_libraries() -> Iterator[None]:
             warnings.simplefilter("ignore")  # of how diffusers calls itself and torch
             yield
     finally:
+        blocks.removeFilter(tracebacks)
         for library, (bars, verbosity) in zip(libraries, before, strict=True):
             if bars:
                 library.enable_progress_bar()
