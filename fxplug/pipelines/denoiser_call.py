@@ -162,11 +162,11 @@ class DenoiserCall:
         """
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         rows = torch.empty(0)
-        if len(leaves) == self.outputs:
-            whole = all(leaf.numel() % count == 0 for leaf in leaves)
-            each = [leaf.reshape(count, -1) for leaf in leaves] if whole else []
-            rows = each[0] if len(each) == 1 else torch.cat(self._detach_unused(each), 1) if each else rows
-        elif len(leaves) == self.outputs * count:
+        if len(leaves) == len(self.outputs):
+            each = [split_samples(leaf, shape, count) for leaf, shape in zip(leaves, self.outputs, strict=True)]
+            if not any(one is None for one in each):
+                rows = each[0] if len(each) == 1 else torch.cat(self._detach_unused(each), 1)
+        elif len(leaves) == len(self.outputs) * count:
             rows = torch.stack([leaf.flatten() for leaf in leaves]).reshape(count, -1)
         if rows.dim() != 2 or rows.shape[1] != self.to_output.source.numel():
             found = f"{', '.join(str(list(leaf.shape)) for leaf in leaves)} for {count} samples"
@@ -194,6 +194,25 @@ class DenoiserCall:
     def as_latents(self, decoded: Tensor) -> Tensor:
         """Return values in the places that the VAE decodes, [b, c, ..., h, w], in those of the latents [b, ...]."""
         return self.to_decoder.arranged_back(decoded).reshape(len(decoded), *self.shape)
+
+
+def split_samples(tensor: Tensor, one: torch.Size, count: int) -> Tensor | None:
+    """Split a tensor of a denoiser's output into its samples.
+
+    Args:
+        tensor: The tensor, for so many samples.
+        one: The shape that it has for one.
+        count: The number of samples.
+
+    Returns:
+        The elements of each sample, [b, n]; None for a tensor with samples in no dimension, or in several.
+    """
+    if tensor.shape == (count, *one) or (count == 1 and tensor.shape == one):
+        return tensor.reshape(count, -1)
+    grown = [dim for dim, (many, size) in enumerate(zip(tensor.shape, one, strict=False)) if many != size]
+    if tensor.dim() != len(one) or len(grown) != 1 or tensor.shape[grown[0]] != count * one[grown[0]]:
+        return None
+    return tensor.unflatten(grown[0], (count, -1)).movedim(grown[0], 0).reshape(count, -1)
 
 
 def make_denoiser_call(pipe: Any, observation: Observation, device: torch.device, **arguments: Any) -> DenoiserCall:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..core.errors import SpecError, did_you_mean, format_fields, quote
 from ..core.torch_internals import trees as pytree
 from .latent_maps import LatentMap, MapError, flatten_tensors, make_codes, solve_map
+from .model_times import fit_time_line, group_by_value
 from .opening import call_parameters
 from .recorded_run import STEPS, PipelineRun, RecordedStep, call_pipeline, check_arguments, get_components, refuse
 from .several_latents import find_picture_place, is_predicted_alone, list_settings, switch_scales_off
@@ -45,10 +46,11 @@ class Observation:
     denoiser's call for it, and `schedule` what the scheduler's `set_timesteps` got beside the steps. `others` are the names of
     further denoisers, which are called at other times; in a run of so many `steps` this one is called more than twice.
 
-    `also` are the names of further arguments that are told the same time, and `outputs` is the number of tensors of the
-    denoiser's output. Where the denoiser has several latents, as of a video and its sound, all this is of those that a picture
-    becomes, whose step is number `place` after a call. `beside` are then the arguments for the other latents and their times:
-    called with `settings`, as the pipeline does in a call of each step, the denoiser predicts these latents without them.
+    `also` are the names of further arguments that are told the same time, and `outputs` are the shapes of the tensors of the
+    denoiser's output for one sample. Where the denoiser has several latents, as of a video and its sound, all this is of those
+    that a picture becomes, whose step is number `place` after a call. `beside` are then the arguments for the other latents and
+    their times: called with `settings`, as the pipeline does in a call of each step, the denoiser predicts these latents
+    without them.
     """
 
     part: str
@@ -67,7 +69,7 @@ class Observation:
     others: tuple[str, ...] = ()
     steps: int = STEPS
     also: tuple[str, ...] = ()
-    outputs: int = 1
+    outputs: tuple[torch.Size, ...] = ()
     place: int = 0
     beside: tuple[str, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
@@ -229,6 +231,11 @@ def _observe_once(
               for name in _list_changed(call_of, _list_steps(pipe, run, part, place)[0].calls[-1][1])]  # fmt: skip
     if both := [name for name in noisy if name in beside]:
         raise refuse(pipe, "latents", f"{_join_names(both)} of {part} has several latents, as of a video and its sound")
+    if call != given and isinstance(call.get("prompt"), str):
+        other = {**call, "prompt": PROMPTS[call["prompt"] == PROMPTS[0]]}
+        run = call_pipeline(pipe, other, latents=torch.ones_like, outputs=torch.ones_like, **coded)
+        if not _list_changed(call_of, _list_steps(pipe, run, part, place)[0].calls[-1][1]):
+            raise refuse(pipe, "guidance", f"switched off it leaves out the prompt: no argument of {part} changes with that")
     before = list(dict.fromkeys(name for name, _, _ in steps[0].calls[:-1]))
     if len(noisy) != 1:
         why = f"{_join_names(noisy)} of {part} change with the latents, and must be one argument"
@@ -264,17 +271,17 @@ def _observe_once(
         raise refuse(pipe, "output", f"the scheduler is given {found} for latents of {list(shape)}")
     vae, to_decoder = _find_decoder_map(pipe, runs, shape)
     timed = [name for name in _list_changed(call_of, steps[-1].calls[-1][1]) if name not in (noisy_name, *beside)]
-    groups = _group_by_value(timed, steps)
+    groups = group_by_value(timed, steps)
     if len(groups) != 1 and not moved:
         more = f": {_join_names(before)} is called before it in each step" if before else ": two times, or parts with own times"
         why = f"{_join_names(timed)} of {part} change with the time, and must be one argument{more}"
         raise refuse(pipe, "time", why)
-    outputs = len([leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
+    outputs = tuple(leaf.shape for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
     schedule = {k: v for k, v in first.schedule.items() if k in ("mu",)}
     failures: list[SpecError] = []
     for names in groups:
         try:
-            slope, offset = _fit_time_line(pipe, part, names[0], steps)
+            slope, offset = fit_time_line(pipe, part, names[0], steps)
         except SpecError as error:
             failures.append(error)
             continue
@@ -291,22 +298,6 @@ def _observe_once(
         failures.append(refuse(pipe, "latents", f"{why} of a sound, of which a picture has none, and in a step of the pipeline "
                                "there is no call of it that keeps them apart"))  # fmt: skip
     raise failures[0] if failures else refuse(pipe, "time", f"no argument of {part} changes with the time")
-
-
-def _group_by_value(names: list[str], steps: list[RecordedStep]) -> list[tuple[str, ...]]:
-    """Group arguments of the denoiser that have the same numbers in each step."""
-    groups: dict[tuple[float, ...], list[str]] = {}
-    for name in names:
-        values = [set(_list_numbers(step.calls[-1][1][name])) for step in steps]
-        key = tuple(value for each in values for value in sorted(each))
-        groups.setdefault(key, []).append(name)
-    return [tuple(group) for group in groups.values()]
-
-
-def _list_numbers(value: Any) -> list[float]:
-    """Return all numbers in a structure."""
-    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, (Tensor, float, int))]
-    return [number for leaf in leaves for number in torch.as_tensor(leaf).flatten().double().tolist()]
 
 
 def _list_steps(pipe: Any, run: PipelineRun, part: str, place: int) -> list[RecordedStep]:
@@ -377,33 +368,6 @@ def _find_decoder_map(pipe: Any, runs: Mapping[str, PipelineRun], shape: torch.S
     return name, found
 
 
-def _fit_time_line(pipe: Any, part: str, name: str, steps: list[RecordedStep]) -> tuple[float, float]:
-    """Return slope and offset of the denoiser's time over the scheduler's."""
-    values, times = [], []
-    for step in steps:
-        numbers = _list_numbers(step.calls[-1][1][name])
-        if len(set(numbers)) != 1:
-            raise refuse(pipe, "time", f"{name} of {part} has several in a call: frames, or parts, have times of their own")
-        values.append(numbers[0])
-        times.append(float(torch.as_tensor(step.time).flatten()[0]))
-    if times[0] == times[-1]:
-        raise refuse(pipe, "time", "the scheduler's does not change from step to step")
-    slope = (values[0] - values[-1]) / (times[0] - times[-1])
-    offset = values[0] - slope * times[0]
-    largest = max(map(abs, values))
-
-    def off(slope: float, offset: float) -> float:
-        return max(abs(v - slope * t - offset) for v, t in zip(values, times, strict=True))
-
-    if off(slope, offset) > 1e-3 * max(1e-6, largest):
-        raise refuse(pipe, "time", f"{name} of {part} is not a linear function of the scheduler's time")
-    for digits in range(1, 7):  # what the pipeline computes is a round number, of which the scheduler's rounding is left
-        plain = float(f"{slope:.{digits}g}"), round(offset, digits) + 0.0
-        if off(*plain) <= max(1e-6 * largest, 2 * off(slope, offset)):
-            return plain
-    return slope, offset
-
-
 def confirm(pipe: Any, observation: Observation, calls: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None) -> float:
     """Compare what was observed with real runs of two steps on random latents, with two different conditions.
 
@@ -461,7 +425,7 @@ def _compare_run(pipe: Any, observation: Observation, run: PipelineRun) -> float
     taken = [step for step in own if step.calls and step.calls[-1][0] == observation.part]
     known = {observation.noisy, observation.time, *observation.also, *observation.beside}
     condition = taken[0].calls[-1][1] if taken else {}  # that of the first call is what training takes
-    for step in taken[-2:]:
+    for step in taken:
         _, given, output = step.calls[-1]
         if changing := [n for n in _list_changed(condition, given) if n not in known]:
             raise refuse(pipe, "condition", f"{', '.join(changing)} of {observation.part} change from step to step")
