@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxplug
 from fxplug.core.errors import FxplugError, SpecError
 from fxplug.lowerings.hoist.cut import StageCut, prepare_graph
-from fxplug.lowerings.hoist.hoisted import IN_TURN
+from fxplug.lowerings.hoist.planner import IN_TURN
 from fxplug.parallel.runtime import pretended
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of diffusers' own schedulers
@@ -386,8 +386,8 @@ def test_limits_bound_what_is_kept():
     for seed in range(4):
         for time in range(5):
             check(gm, hoisted, **inputs(seed, time=float(time)))
-    assert len(hoisted._known.rows) == 2
-    assert len({key.time for key in hoisted._kept.rows if key.stage == "time"}) == 3
+    assert len(hoisted._planner.known.rows) == 2
+    assert len({key.time for key in hoisted._planner.kept.rows if key.stage == "time"}) == 3
     size = sum(row.kept_bytes for row in hoisted.stages)
     hoisted.limit(bytes=size // 2)
     for seed in range(4):
@@ -660,7 +660,7 @@ def test_slots_of_a_gathered_bank_are_switched():
             assert check(gm, hoisted, **inputs()) == {}
         hoisted.adapters.use(choice)
         assert check(gm, hoisted, **inputs()) == {}
-    (table,) = hoisted._tables
+    (table,) = hoisted._planner._tables
     table.which.fill_(3)  # of all numbers that a table has these alone: each sample takes the zeros
     assert check(gm, hoisted, **inputs())
     with torch.no_grad():

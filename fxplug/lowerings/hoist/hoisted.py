@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import copy
-import threading
-import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...blocks.base import Table
 from ...core.errors import GuardError, SpecError
-from ...core.extensions import DistributedPart
-from ...core.ir.calls import check_samples, has_hooks
+from ...core.ir.calls import check_samples
 from ...core.ir.containers import list_leaves, map_leaves
-from ...core.ir.entry_checks import find_refusal, get_signature, is_repeatable
-from ...core.ir.functions import is_random_layer
+from ...core.ir.entry_checks import is_repeatable
 from ...core.ir.graph import Graph
 from ...core.ir.traced_module import TracedModule
 from ...core.ir.variants import view
 from ...core.locks import call_with_read_lock
 from ...core.torch_internals.modules import is_listening
-from ...core.torch_internals.tensors import version
 from ...step_cache.steps import Stepped, compile_graphs_only, disable_compile
 from ..lowering import undo_lowering
 from .cut import STEP, HoistStage, StageCut
 from .groups import META, InputGroups
-from .kept import KeepLimits, KeptValues, Values, check_limit
+from .kept import Values, check_limit
 from .listing import StageRow, format_stages, list_stages
-from .plans import CallBinder, CallForm, CallPlan, copy_memory, fill_times, find_sizes, read_times
-from .sameness import TIME, Call, KnownConditions, is_observed, read_bytes, read_call
+from .planner import CallPlanner
+from .plans import CallPlan, copy_memory, read_times
+from .sameness import Call
 from .schedules import RunSchedule, Times
-from .stamps import WeightWatch
-from .weights import Offload, list_early, list_layers, list_places
+from .weights import Offload, list_early
 
-FORMS = 64  # of calls (shapes, plain values, modes) that are known at once
-IN_TURN = 8  # so many calls in turn with new conditions are said once
 AROUND = (
     "what lower(hoist=...) gives decides on the host what is computed again, and a program that is compiled around it cannot: "
     "call its own compile(), which compiles each stage"
@@ -71,25 +61,15 @@ class HoistedModule(Stepped):
     def __init__(self, module: TracedModule, groups: InputGroups) -> None:
         super().__init__(module, None)
         self.groups = groups
-        self._by_input = groups.by_input
-        self._cut = StageCut(module.graphs.get(False, module.graph), module, self._by_input)
+        self._cut = StageCut(module.graphs.get(False, module.graph), module, groups.by_input)
         self._stages = {stage.name: stage for stage in self._cut.stages}
-        self._places = {stage.name: list_places(self._cut, stage) for stage in self._cut.stages}
-        self._layers = {stage.name: list_layers(self._cut, stage) for stage in self._cut.stages}
-        early = [layer for stage in self._cut.stages[:-1] for layer in self._layers[stage.name]]
-        self._drawing = list(dict.fromkeys(layer for layer in early if is_random_layer(layer, True)))
-        self._tables = [part for part in module.modules() if isinstance(part, Table)]
-        self._split = next((part for part in module.modules() if isinstance(part, DistributedPart)), None)
-        self._binder = CallBinder(get_signature(module))
-        self._names = {node.name: str(node.target).lstrip("*") for node in self._cut.inputs}
-        self._guard = threading.RLock()
         self._times: Times = ()
         self._offload: Offload | None = None
         self._follows = META in module.meta  # a pipeline's run has noted its inputs
         self._is_followed = False  # whether weights leave by themselves
-        self._warned = False
         self.obstacle = ""  # why nothing is kept of the last call, "" if all is
-        self.limits = KeepLimits()
+        self._planner = CallPlanner(module, groups, self._cut, self._bring_weights)
+        self._guard, self.limits = self._planner.guard, self._planner.limits
         self.counts = dict.fromkeys(self._stages, 0)
         self.reset()
 
@@ -138,13 +118,7 @@ class HoistedModule(Stepped):
         """Forget all that is kept: after weights were written through `.data`, which leaves no trace."""
         with self._guard:
             super().reset()
-            self._kept = KeptValues()
-            self._known = KnownConditions(self.limits.conditions)
-            early = [stage.name for stage in self._cut.stages[:-1]]
-            places = {name: self._places[name] for name in early}
-            self._watch = WeightWatch(places, {name: self._layers[name] for name in early})
-            self._forms: OrderedDict[Any, CallForm] = OrderedDict()
-            self._slots: tuple[Any, bytes, list[Tensor]] = (None, b"", [])
+            self._planner.reset()
             self._schedule = RunSchedule()
 
     def _reset_stateful_cache(self, recurse: bool = True) -> None:
@@ -222,88 +196,7 @@ class HoistedModule(Stepped):
     @disable_compile
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan | str:
         """Return what a call takes; why nothing is kept for it otherwise."""
-        module = self.module
-        if self.training or module.training or any(layer.training for layer in self._drawing):
-            return "it is in training: call eval()"
-        if torch.is_grad_enabled():
-            return "gradients are enabled: call it within torch.no_grad()"
-        if is_observed():
-            return "a mode of torch or a hook for all modules watches what is computed"
-        if has_hooks(module) or module.has_mixed_modes:
-            return "a part of it has a hook, or is in another mode"
-        try:
-            values = self._binder.bind(args, kwargs)
-        except TypeError as error:
-            return str(error)
-        call = read_call(values, self._by_input)
-        if call is None:
-            return "an input is not a plain tensor, number or text, so that it cannot be compared with that of other calls"
-        with self._guard:
-            form = self._find_form(call, args, kwargs)
-            if form.refused:
-                return form.refused
-            if not self._check_weights():
-                return "a layer has a hook, or weights that were made in inference mode, whose writes nothing counts"
-            return self._place(call, form)
-
-    def _find_form(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallForm:
-        key = call.form if self._split is None else (call.form, *self._split.get_ranks().items())
-        form = self._forms.get(key)
-        if form is None:
-            number = max((known.number for known in self._forms.values()), default=0) + 1
-            form = self._forms[key] = CallForm(number, find_refusal(self.module, args, kwargs) or "")
-            if not form.refused and self._cut.late:
-                if self._offload is not None:
-                    self._move_weights(self._offload.bring)
-                with self._split.without_exchange() if self._split else nullcontext():  # nobody waits for the others here
-                    find_sizes(self._cut, form, [call.values[name] for name in self._names.values()])
-            if len(self._forms) > FORMS:
-                _, gone = self._forms.popitem(last=False)
-                self._kept.drop(lambda key: key.form == gone.number)
-        self._forms.move_to_end(key)
-        return form
-
-    def _place(self, call: Call, form: CallForm, like: CallPlan | None = None) -> CallPlan:
-        """Find what stands for the values of a call; `like` is one with the same conditions."""
-        conditions = like.conditions if like else 0
-        if like is None and self.groups.conditions:
-            conditions, gone = self._known.find(call)
-            if gone:
-                self._kept.drop(lambda key: key.conditions in gone)
-            self._warn_of_changes()
-        time: Any = (call.numbers[TIME], read_bytes(t for _, t in call.tensors[TIME])) if self.groups.time else 0
-        return CallPlan(call, form, conditions, time, like.slots if like else self._read_slots())
-
-    def _read_slots(self) -> bytes:
-        """Read which adapters are in use, and how much of each: all numbers of the tables, but names."""
-        if not any(stage.slotted for stage in self._cut.stages):
-            return b""
-        numbers = [(t._buffers["weights"], t._buffers["entries"], t._buffers.get("which")) for t in self._tables]
-        tensors = [tensor for row in numbers for tensor in row if tensor is not None]
-        if any(tensor.is_inference() for tensor in tensors):
-            return read_bytes(tensors)
-        state = [(id(tensor), tensor.data_ptr(), version(tensor)) for tensor in tensors]
-        if state != self._slots[0]:
-            self._slots = state, read_bytes(tensors), tensors  # held, so that no other gets the identity of one that is gone
-        return self._slots[1]
-
-    def _warn_of_changes(self) -> None:
-        names = [] if self._warned else self._known.list_changing(IN_TURN)
-        if names:
-            self._warned = True
-            warnings.warn(
-                f"hoist: the condition {', '.join(map(repr, names))} has been another one in each of the last {IN_TURN} calls, "
-                "so that what depends on it is computed each time: leave it out of the conditions if it changes at every step",
-                stacklevel=2,
-            )
-
-    def _check_weights(self) -> bool:
-        """Drop what was computed from other weights. Returns whether a change of these could be seen."""
-        changed = self._watch.find_changes()
-        for name in changed or ():
-            above = {other.name for other in self._cut.stages if self._stages[name].needs <= other.needs}
-            self._kept.drop(lambda key, above=above: key.stage in above)  # type: ignore[misc]
-        return changed is not None
+        return "it is in training: call eval()" if self.training else self._planner.plan(args, kwargs)
 
     @compile_graphs_only
     def _fill(self, plans: list[CallPlan]) -> None:
@@ -314,22 +207,22 @@ class HoistedModule(Stepped):
     @compile_graphs_only
     def _take(self, plans: list[CallPlan]) -> None:
         first, early = plans[0], self._cut.stages[:-1]
-        if len(plans) == 1 and any(self._kept.find(first.key(stage)) is None for stage in early):
-            plans = [first, *self._list_plans(first, self._find_times(first))]  # all in one visit of the weights
+        if len(plans) == 1 and any(self._planner.kept.find(first.key(stage)) is None for stage in early):
+            plans = [first, *self._planner.list_plans(first, self._find_times(first))]  # all in one visit of the weights
         away = self._offload
         for stage in early:
             for plan in plans:
                 key = plan.key(stage)
-                values = self._kept.find(key)
+                values = self._planner.kept.find(key)
                 if values is None:
                     if away is not None:
                         self._move_weights(partial(away.visit, stage.name))
                     values = self._compute(stage, plan)
-                    self._kept.add(key, values, self.limits, self._known.count_bytes())
+                    self._planner.kept.add(key, values, self.limits, self._planner.known.count_bytes())
                 plan.values.update(values)
         if away is not None and away.here:
             self._move_weights(away.send)
-        if len(plans) > 1 and any(plan.key(stage) not in self._kept.rows for stage in early for plan in plans):
+        if len(plans) > 1 and any(plan.key(stage) not in self._planner.kept.rows for stage in early for plan in plans):
             self._schedule.is_over = True  # what was computed early is gone already
         self.counts[STEP] += 1
 
@@ -351,7 +244,7 @@ class HoistedModule(Stepped):
     @compile_graphs_only
     def _compute(self, stage: HoistStage, plan: CallPlan) -> Values:
         call, sizes = plan.call, plan.form.sizes or {}
-        given = {node.name: call.values[self._names[node.name]] for node in stage.nodes if node.op == "placeholder"}
+        given = {node.name: call.values[self._planner.names[node.name]] for node in stage.nodes if node.op == "placeholder"}
         given |= {v.name: sizes[v.name] if v.name in sizes else plan.values[v.name] for v in stage.given}
         found = self._part(stage.name)(**given)
         self.counts[stage.name] += 1
@@ -402,21 +295,12 @@ class HoistedModule(Stepped):
             plans = [plan]
             if times is not None:
                 self._times = tuple(dict.fromkeys(self.groups.time, time) for time in read_times(times))
-                plans = self._list_plans(plan, self._times)
+                plans = self._planner.list_plans(plan, self._times)
             if not plans:
                 self._times = ()
                 raise SpecError("prepare: the time is one tensor with an input of another group: give them as two")
             self._fill(plans)
             self.counts[STEP] -= 1
-
-    def _list_plans(self, plan: CallPlan, times: Times) -> list[CallPlan]:
-        """Return the plans of calls that differ in their time alone."""
-        found = []
-        for time in times:
-            call = read_call({**plan.call.values, **fill_times(plan.call.values, time)}, self._by_input)
-            if call is not None and call.form == plan.call.form:
-                found.append(self._place(call, plan.form, plan))
-        return found
 
     # --- weights that leave
 
@@ -443,8 +327,7 @@ class HoistedModule(Stepped):
         if device is not None and torch.device(device).type == "meta":
             raise SpecError("offload: the meta device keeps no values, and weights would be lost: give another, such as 'cpu'")
         with self._guard:
-            if self._offload is not None:
-                self._move_weights(self._offload.bring)
+            self._bring_weights()
             self._offload = None if device is None else Offload(list_early(self._cut), torch.device(device))
             self._follows, self._is_followed = self._follows and device is not None, False  # None is for good
             if self._offload is not None:
@@ -457,12 +340,16 @@ class HoistedModule(Stepped):
         away = self._offload
         return next(iter(away.homes.values())) if away is not None and away.homes else self.module.device
 
+    def _bring_weights(self) -> None:
+        if self._offload is not None:
+            self._move_weights(self._offload.bring)
+
     def _move_weights(self, move: Callable[[], Any]) -> None:
         """Move weights, which are the same afterwards: nothing is dropped for their new addresses."""
-        fresh = self._check_weights()
+        fresh = self._planner.check_weights()
         move()
         if fresh:
-            self._watch.renew()
+            self._planner.watch.renew()
 
     def _apply(self, function: Any, recurse: bool = True) -> HoistedModule:
         away, follows, followed = self._offload, self._follows, self._is_followed
@@ -476,7 +363,7 @@ class HoistedModule(Stepped):
     @property
     def stages(self) -> list[StageRow]:
         """Rows of what was hoisted, one for each stage: operations, weights of its own, FLOPs, bytes that are kept now."""
-        return list_stages(self._cut, self._places, self._kept)
+        return list_stages(self._cut, self._planner.places, self._planner.kept)
 
     @property
     def listing(self) -> str:
@@ -491,7 +378,7 @@ class HoistedModule(Stepped):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HoistedModule:
         new = memo[id(self)] = HoistedModule(copy.deepcopy(self.module, memo), self.groups)
-        new.limits = copy.copy(self.limits)
+        vars(new.limits).update(vars(self.limits))
         new.reset()
         return new
 
