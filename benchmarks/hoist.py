@@ -9,7 +9,8 @@ whose conditions and time are kept. Sizes are those of 1024 px, and of videos of
 With --families it does something else: each class of diffusers in the tests' zoo that is told a time is hoisted in a tiny form,
 with all inputs but the first as conditions, and called between random changes of time, conditions, latents and weights, in turn
 with the same module not hoisted. A row says how many of these calls are equal to the bit, how often a stage was found, the
-weights that no step needs, and the CPU seconds of both; or why nothing is hoisted.
+weights that no step needs, and the CPU time of a call of both in milliseconds, of each change the medians of rounds that
+are alike and in which one or the other is called first; or why nothing is hoisted.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ def measure_times(turns: int) -> dict[str, float]:
 # --- families, in tiny forms
 
 CLOCKS = ("timestep", "timesteps", "t", "temb")
-CHANGES = 24
+CHANGES, ROUNDS = 24, 6
 
 
 def measure_families(names: list[str], file: Path | None) -> None:
@@ -224,9 +225,10 @@ def measure_families(names: list[str], file: Path | None) -> None:
                 write(file, {"families": rows})
     equal, called = (sum(row.get(key, 0) for row in rows.values()) for key in ("equal", "calls"))
     refused = sum("refused" in row for row in rows.values())
-    ours, theirs = (sum(row.get(key, 0.0) for row in rows.values()) for key in ("seconds hoisted", "seconds"))
+    ours, theirs = (sum(row.get(key, 0.0) for row in rows.values()) for key in ("ms hoisted", "ms plain"))
     ratio = f"; CPU time of all calls {ours / theirs:.3f}" if theirs else ""
-    print(f"{len(rows)} classes, {refused} refused; {equal} of {called} calls equal{ratio}")
+    above = sum(row.get("ratio", 0.0) > 1.05 for row in rows.values())
+    print(f"{len(rows)} classes, {refused} refused; {equal} of {called} calls equal{ratio}, of {above} models above 1.05")
 
 
 @torch.no_grad()
@@ -252,23 +254,35 @@ def measure_family(model: Any, call: dict[str, Any]) -> dict[str, Any]:
     for module in (gm, hoisted):  # whose code is written at the first call
         module(**copy_of(call))
     prompts = [prompt for prompt in prompts if takes(gm, {**call, **prompt})] or [{}]  # some decide by values
-    equal, spent = 0, {"seconds hoisted": 0.0, "seconds": 0.0}
-    for turn in range(CHANGES):
-        call |= {inputs[0]: map_leaves(call[inputs[0]], new), **draw.choice(times), **draw.choice(prompts)}
-        if turn % 12 == 11:
-            draw.choice(weights).mul_(1.01)
-        found = []
-        for key, module in draw.sample([("seconds hoisted", hoisted), ("seconds", gm)], 2):
-            torch.manual_seed(turn)
-            began = time.process_time()
-            found.append(module(**copy_of(call)))
-            spent[key] += time.process_time() - began
-        equal += same(*found)
+    equal, rounds = 0, []
+    start = {key: value.clone() for key, value in gm.state_dict().items()}
+    for number in range(ROUNDS):  # of the same changes; who is called first is slower
+        draw, rows = random.Random(1), []
+        gm.load_state_dict(start)  # after which nothing that was kept is used
+        for turn in range(CHANGES):
+            call |= {inputs[0]: map_leaves(call[inputs[0]], new), **draw.choice(times), **draw.choice(prompts)}
+            if turn % 12 == 11:
+                draw.choice(weights).mul_(1.01)
+            found, row = {}, {}
+            for key, module in [("hoisted", hoisted), ("plain", gm)][:: 1 if (turn + number) % 2 else -1]:
+                given = copy_of(call)
+                torch.manual_seed(turn)
+                began = time.process_time()
+                found[key] = module(**given)
+                row[key] = time.process_time() - began
+            equal += same(*found.values())
+            rows.append(row)
+        rounds.append(rows)
+    spent = {
+        f"ms {key}": sum(median(row[key] for row in turn[order::2]) for turn in zip(*rounds, strict=True) for order in (0, 1))
+        * 500 / CHANGES for key in ("hoisted", "plain")
+    }  # fmt: skip
     counts = hoisted.counts
     kept = sum(counts["step"] - count for name, count in counts.items() if name != "step")  # with the first call
     share = sum(row.weights for row in hoisted.stages[:-1]) / max(1, sum(p.numel() for p in gm.parameters()))
-    return {"equal": equal, "calls": CHANGES, "found": kept, "no step needs": round(share, 3),
-            **{key: round(value, 3) for key, value in spent.items()}}  # fmt: skip
+    return {"equal": equal, "calls": CHANGES * ROUNDS, "found": kept, "no step needs": round(share, 3),
+            **{key: round(value, 3) for key, value in spent.items()},
+            "ratio": round(spent["ms hoisted"] / spent["ms plain"], 3)}  # fmt: skip
 
 
 def takes(gm: Any, call: dict[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -40,9 +41,9 @@ __all__ = [
     "InstanceNorm", "NormBase", "TABLES", "WEIGHT_LISTS", "admit_hooks", "as_listened", "autocast_settings", "backward_hooks",
     "break_graph", "call_uncompiled", "call_with_hooks", "conv_forward", "enter_autocast", "exit_autocast", "forward_hooks",
     "get_modes", "is_compiling", "is_erased", "is_hooked", "is_listening", "is_refusing_hooks", "keep_floats_constant",
-    "leave_frame", "leave_module", "list_hook_tables", "list_weights", "qualified_name", "refuse_hooks", "replace_forward",
-    "set_grad_enabled", "set_modes", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_structure",
-    "tree_unflatten", "treespec_dumps", "treespec_loads", "without_compiler", "without_watchers",
+    "leave_frame", "leave_module", "list_hook_tables", "list_weights", "qualified_name", "read_kernel_modes", "refuse_hooks",
+    "replace_forward", "set_grad_enabled", "set_modes", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
+    "tree_structure", "tree_unflatten", "treespec_dumps", "treespec_loads", "without_compiler", "without_watchers",
 ]
 
 # where a module keeps its state; what else `nn.Module()` has are hooks and `training`
@@ -313,3 +314,46 @@ def set_modes(before: dict[str, Any]) -> None:
     while get_modes()["autocast's depth"] > before["autocast's depth"]:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
+
+
+def _list_settings(names: str) -> list[Callable[[], Any]]:
+    return [getattr(torch._C, f"_get_{name}") for name in names.split() if hasattr(torch._C, f"_get_{name}")]
+
+
+# the settings of kernels that torch keeps in C, each with a function that says it; a version has those that it has
+_SETTINGS = _list_settings(
+    "deterministic_algorithms cpu_allow_fp16_reduced_precision_reduction mkldnn_enabled mkldnn_deterministic nnpack_enabled "
+    "qengine flash_sdp_enabled math_sdp_enabled mem_efficient_sdp_enabled math_sdp_allow_fp16_bf16_reduction "
+    "overrideable_sdp_enabled"
+)
+_CUDA_SETTINGS = _list_settings(
+    "blas_preferred_backend cublas_allow_bf16_reduced_precision_reduction cublas_allow_fp16_accumulation fa3_sdp_enabled "
+    "cublas_allow_fp16_reduced_precision_reduction cudnn_benchmark cudnn_deterministic cudnn_enabled cudnn_sdp_enabled"
+)
+_PRECISION: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+_OPERATIONS = ("matmul", "conv", "rnn") if _PRECISION else ()
+_SMALLEST = sys.float_info.min
+
+
+def read_kernel_modes() -> tuple[Any, ...]:
+    """Return the modes of torch that kernels ask, which may compute other bits in another one; those of CUDA where it is used.
+
+    We need of the functions in C that each says one setting. That small numbers are flushed to zero nothing says: a division
+    tells it of this thread, which `torch.set_flush_denormal` sets.
+    """
+    einsum: Any = torch.backends.opt_einsum
+    found = [
+        torch.is_inference_mode_enabled(), torch.get_num_threads(), torch.get_default_dtype(),
+        torch.is_autocast_cache_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.backends.mha.get_fastpath_enabled(),
+        _SMALLEST / 2 == 0, einsum.enabled, einsum.strategy,
+        *[read() for read in _SETTINGS], *[_PRECISION("mkldnn", name) for name in _OPERATIONS],
+    ]  # fmt: skip
+    if not _OPERATIONS:
+        found.append(torch.get_float32_matmul_precision())
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found += [read() for read in _CUDA_SETTINGS]
+        found += [_PRECISION("cuda", name) for name in _OPERATIONS]
+        if not _OPERATIONS:
+            found.append(torch.backends.cudnn.allow_tf32)
+    return tuple(found)

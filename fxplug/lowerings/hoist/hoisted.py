@@ -70,6 +70,15 @@ class HoistedModule(Stepped):
         self.obstacle = ""  # why nothing is kept of the last call, "" if all is
         self._planner = CallPlanner(module, groups, self._cut, self._bring_weights)
         self._guard, self.limits = self._planner.guard, self._planner.limits
+        names = self._planner.names
+        self._ports = {  # what a stage takes: inputs, with the names that calls give them, and values; and what it gives
+            stage.name: (
+                [(node.name, names[node.name]) for node in stage.nodes if node.op == "placeholder"],
+                [value.name for value in stage.given],
+                [node.name for node in stage.results],
+            )
+            for stage in self._cut.stages
+        }
         self.counts = dict.fromkeys(self._stages, 0)
         self.reset()
 
@@ -177,7 +186,8 @@ class HoistedModule(Stepped):
             return self._call_module(args, kwargs)
         try:
             self._fill([plan])
-            return step(*args, **kwargs, **{v.name: plan.values[v.name] for v in self._cut.stages[-1].given})
+            values = plan.values
+            return step(*args, **kwargs, **{name: values[name] for name in self._ports[STEP][1]})
         except GuardError:  # another graph may be for such a call, or the whole module says why none is
             if not is_repeatable(self.module):
                 raise
@@ -206,23 +216,29 @@ class HoistedModule(Stepped):
 
     @compile_graphs_only
     def _take(self, plans: list[CallPlan]) -> None:
-        first, early = plans[0], self._cut.stages[:-1]
-        if len(plans) == 1 and any(self._planner.kept.find(first.key(stage)) is None for stage in early):
-            plans = [first, *self._planner.list_plans(first, self._find_times(first))]  # all in one visit of the weights
-        away = self._offload
+        first, early, kept, away = plans[0], self._cut.stages[:-1], self._planner.kept, self._offload
+        if len(plans) == 1:
+            found = [kept.find(key) for key in first.keys.values()]
+            if None in found:  # all in one visit of the weights
+                plans = [first, *self._planner.list_plans(first, self._find_times(first))]
+                away = self._offload
+            else:
+                for values in found:
+                    first.values.update(values or ())
+                early = []
         for stage in early:
             for plan in plans:
-                key = plan.key(stage)
-                values = self._planner.kept.find(key)
+                key = plan.keys[stage.name]
+                values = kept.find(key)
                 if values is None:
                     if away is not None:
                         self._move_weights(partial(away.visit, stage.name))
                     values = self._compute(stage, plan)
-                    self._planner.kept.add(key, values, self.limits, self._planner.known.count_bytes())
+                    kept.add(key, values, self.limits, self._planner.known)
                 plan.values.update(values)
         if away is not None and away.here:
             self._move_weights(away.send)
-        if len(plans) > 1 and any(plan.key(stage) not in self._planner.kept.rows for stage in early for plan in plans):
+        if len(plans) > 1 and any(key not in kept.rows for plan in plans for key in plan.keys.values()):
             self._schedule.is_over = True  # what was computed early is gone already
         self.counts[STEP] += 1
 
@@ -244,11 +260,12 @@ class HoistedModule(Stepped):
     @compile_graphs_only
     def _compute(self, stage: HoistStage, plan: CallPlan) -> Values:
         call, sizes = plan.call, plan.form.sizes or {}
-        given = {node.name: call.values[self._planner.names[node.name]] for node in stage.nodes if node.op == "placeholder"}
-        given |= {v.name: sizes[v.name] if v.name in sizes else plan.values[v.name] for v in stage.given}
-        found = self._part(stage.name)(**given)
+        inputs, given, results = self._ports[stage.name]
+        taken = {name: call.values[of] for name, of in inputs}
+        taken |= {name: sizes[name] if name in sizes else plan.values[name] for name in given}
+        found = self._part(stage.name)(**taken)
         self.counts[stage.name] += 1
-        return self._own(dict(zip([node.name for node in stage.results], found, strict=True)), call)
+        return self._own(dict(zip(results, found, strict=True)), call)
 
     @disable_compile
     def _own(self, values: Values, call: Call) -> Values:
@@ -258,10 +275,10 @@ class HoistedModule(Stepped):
         replayed = (self._options or {}).get("mode") in ("reduce-overhead", "max-autotune")
 
         def own(tensor: Tensor, _: Any) -> Tensor:
-            tensor = tensor.detach()
+            tensor = tensor.detach() if tensor.requires_grad else tensor
             return copy_memory(tensor) if replayed or tensor.untyped_storage().data_ptr() in lent else tensor
 
-        return {name: map_leaves(value, own) for name, value in values.items()}
+        return {name: own(x, ()) if isinstance(x, Tensor) else map_leaves(x, own) for name, x in values.items()}
 
     # --- all at once
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ...core.errors import SpecError, format_fields, quote
 from ...core.ir.containers import list_leaves
+from .sameness import KnownConditions
 
 
 @dataclass
@@ -31,8 +32,7 @@ def check_limit(name: str, value: Any) -> int:
     return value
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """What a stage's values were computed from: each is a number or bytes that stand for one thing alone, 0 for none."""
 
     stage: str
@@ -60,14 +60,15 @@ class KeptValues:
             self._note_time(key)
         return values
 
-    def add(self, key: Key, values: Values, limits: KeepLimits, more: int) -> None:
-        """Keep the values of a stage; drop the oldest beyond the limits, of which `more` bytes are taken already."""
+    def add(self, key: Key, values: Values, limits: KeepLimits, known: KnownConditions) -> None:
+        """Keep the values of a stage; drop the oldest beyond the limits, which the copies of known conditions are within."""
         self.rows[key] = values
         self._note_time(key)
         while len(self.times) > limits.times:
-            self.times.popitem(last=False)
-        self.drop(lambda old: old.time != 0 and old.time not in self.times)
+            gone, _ = self.times.popitem(last=False)
+            self.drop(lambda old, gone=gone: old.time == gone)  # type: ignore[misc]
         if limits.bytes is not None:
+            more = known.count_bytes()
             while len(self.rows) > 1 and count_bytes([*self.rows.values()]) + more > limits.bytes:
                 self.rows.popitem(last=False)
 

@@ -21,9 +21,9 @@ from ...core.ir.traced_module import TracedModule
 from ...core.torch_internals.tensors import version
 from .cut import StageCut
 from .groups import InputGroups
-from .kept import KeepLimits, KeptValues
+from .kept import KeepLimits, KeptValues, Key
 from .plans import CallBinder, CallForm, CallPlan, fill_times, find_sizes
-from .sameness import TIME, Call, KnownConditions, is_observed, read_bytes, read_call
+from .sameness import CONDITIONS, TIME, Call, KnownConditions, is_observed, read_bytes, read_call
 from .schedules import Times
 from .stamps import WeightWatch
 from .weights import list_layers, list_places
@@ -43,11 +43,12 @@ class CallPlanner:
         self.module, self.groups, self.cut, self._bring = module, groups, cut, bring
         self._by_input = groups.by_input
         self._stages = {stage.name: stage for stage in cut.stages}
-        self._early = [stage.name for stage in cut.stages[:-1]]
+        self._early = [(s.name, CONDITIONS in s.needs, TIME in s.needs, s.slotted) for s in cut.stages[:-1]]
         self.places = {stage.name: list_places(cut, stage) for stage in cut.stages}
         self._layers = {stage.name: list_layers(cut, stage) for stage in cut.stages[:-1]}
         early = [layer for layers in self._layers.values() for layer in layers]
         self._drawing = list(dict.fromkeys(layer for layer in early if is_random_layer(layer, True)))
+        self._slotted = any(stage.slotted for stage in cut.stages)
         self._tables = [part for part in module.modules() if isinstance(part, Table)]
         self._split = next((part for part in module.modules() if isinstance(part, DistributedPart)), None)
         self._binder = CallBinder(get_signature(module))
@@ -61,7 +62,7 @@ class CallPlanner:
         """Forget all that is known of calls, and all that is kept."""
         self.kept = KeptValues()
         self.known = KnownConditions(self.limits.conditions)
-        self.watch = WeightWatch({name: self.places[name] for name in self._early}, self._layers)
+        self.watch = WeightWatch({name: self.places[name] for name in self._layers}, self._layers)
         self._forms: OrderedDict[Any, CallForm] = OrderedDict()
         self._slots: tuple[Any, bytes, list[Tensor]] = (None, b"", [])
 
@@ -133,11 +134,16 @@ class CallPlanner:
                 self.kept.drop(lambda key: key.conditions in gone)
             self._warn_of_changes()
         time: Any = (call.numbers[TIME], read_bytes(t for _, t in call.tensors[TIME])) if self.groups.time else 0
-        return CallPlan(call, form, conditions, time, like.slots if like else self._read_slots())
+        slots = like.slots if like else self._read_slots()
+        keys = {
+            name: Key(name, form.number, conditions if of_conditions else 0, time if of_time else 0, slots if slotted else 0)
+            for name, of_conditions, of_time, slotted in self._early
+        }
+        return CallPlan(call, form, conditions, slots, keys)
 
     def _read_slots(self) -> bytes:
         """Read which adapters are in use, and how much of each: all numbers of the tables, but names."""
-        if not any(stage.slotted for stage in self.cut.stages):
+        if not self._slotted:
             return b""
         numbers = [(t._buffers["weights"], t._buffers["entries"], t._buffers.get("which")) for t in self._tables]
         tensors = [tensor for row in numbers for tensor in row if tensor is not None]

@@ -15,9 +15,9 @@ from ...core.errors import SpecError, format_fields, quote
 from ...core.ir.containers import map_leaves
 from ...core.torch_internals.modules import get_modes, set_modes
 from ...core.torch_internals.tensors import FakeTensorMode
-from .cut import HoistStage, StageCut
+from .cut import StageCut
 from .kept import Key, Values
-from .sameness import CONDITIONS, TIME, Call
+from .sameness import Call
 
 
 class CallBinder:
@@ -63,15 +63,9 @@ class CallPlan:
     call: Call
     form: CallForm
     conditions: int
-    time: Any
-    slots: Any
+    slots: bytes
+    keys: dict[str, Key]
     values: Values = field(default_factory=dict)
-
-    def key(self, stage: HoistStage) -> Key:
-        """Return the key of a stage's values."""
-        conditions = self.conditions if CONDITIONS in stage.needs else 0
-        time = self.time if TIME in stage.needs else 0
-        return Key(stage.name, self.form.number, conditions, time, self.slots if stage.slotted else 0)
 
 
 def copy_memory(tensor: Tensor) -> Tensor:

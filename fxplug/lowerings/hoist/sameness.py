@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...core.errors import format_fields
 from ...core.ir import ops
 from ...core.ir.containers import list_members
-from ...core.torch_internals.modules import GLOBAL_HOOKS
+from ...core.torch_internals.modules import GLOBAL_HOOKS, read_kernel_modes
 from ...core.torch_internals.tensors import is_watched
 
 CONDITIONS, TIME = "conditions", "time"
@@ -27,7 +27,7 @@ NUMBERS = (int, float, complex)
 # an input that is none of these, no tensor and no container of them is not looked into: its calls keep nothing
 PLAIN = (bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, slice)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-CASTING = ("cpu", "cuda")  # devices that a model of any other may use, too
+FEW = 16  # numbers that are read the faster way
 LINE = 64  # bytes: some kernels round otherwise where memory does not begin at a multiple of it
 
 
@@ -49,60 +49,60 @@ class Call:
 
 def read_call(values: dict[str, Any], groups: Mapping[str, str]) -> Call | None:
     """Read a call's inputs by name, with the group of each that has one; None for one of other values than can be compared."""
-    form: list[Any] = [read_modes()]
-    tensors: dict[str, list[tuple[str, Tensor]]] = {CONDITIONS: [], TIME: []}
-    numbers: dict[str, list[str]] = {CONDITIONS: [], TIME: []}
-    seen: dict[int, int] = {}
+    reading = CallReading([read_kernel_modes()])
+    for name, value in values.items():
+        if not reading.add(name, groups.get(name), value):
+            return None
+    return Call(values, tuple(reading.form), reading.tensors, {group: tuple(rows) for group, rows in reading.numbers.items()})
 
-    def visit(name: str, group: str | None, value: Any) -> bool:
+
+class CallReading:
+    """The inputs of one call that were read so far."""
+
+    def __init__(self, form: list[Any]) -> None:
+        self.form = form
+        self.tensors: dict[str, list[tuple[str, Tensor]]] = {CONDITIONS: [], TIME: []}
+        self.numbers: dict[str, list[str]] = {CONDITIONS: [], TIME: []}
+        self.seen: dict[int, int] = {}
+
+    def add(self, name: str, group: str | None, value: Any) -> bool:
+        """Add a value of an input, or a member of one. Returns whether it can be compared."""
+        kind, form = type(value), self.form
         if isinstance(value, Tensor):
             if not is_comparable(value):
                 return False
+            seen = self.seen
             first = seen.setdefault(id(value), len(seen))
-            kind = value.device.type  # whose autocast is not among the modes
-            casts = kind not in CASTING and (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            form.append((value.shape, value.stride(), value.dtype, value.device, value.is_inference(), first, casts))
+            device, casts = value.device, None
+            if not (value.is_cpu or value.is_cuda):  # whose autocast is not among the modes
+                casts = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+            form.append((value.shape, value.stride(), value.dtype, device, value.is_inference(), first, casts))
             if group is not None:
-                tensors[group].append((name, value))
+                self.tensors[group].append((name, value))
             return True
-        if type(value) in NUMBERS:
-            form.append(type(value))
+        if kind in NUMBERS:
+            form.append(kind)
             if group is not None:
-                numbers[group].append(repr(value))  # which tells -0.0 from 0.0
+                self.numbers[group].append(repr(value))  # which tells -0.0 from 0.0
+            return True
+        if value is None or kind is bool:
+            form.append((kind, value))
             return True
         members = list_members(value)
         if members is None:
-            form.append((type(value), repr(value)))
+            form.append((kind, repr(value)))
             return isinstance(value, PLAIN)
         rows = list(members)
-        form.append((type(value), tuple(key for key, _ in rows)))
-        return all(visit(name, group, member) for _, member in rows)
-
-    if not all(visit(name, groups.get(name), value) for name, value in values.items()):
-        return None
-    return Call(values, tuple(form), tensors, {group: tuple(rows) for group, rows in numbers.items()})
+        form.append((kind, tuple(key for key, _ in rows)))
+        return all(self.add(name, group, member) for _, member in rows)
 
 
 def is_comparable(value: Tensor) -> bool:
     """Return whether a tensor is plain memory, whose bits are all that there is of it."""
-    plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_nested
-    plain = plain and not value.is_quantized and not value.is_meta and value.itemsize in BITS
-    return plain and not value.is_conj() and not value.is_neg() and not ops.attributes(value)
-
-
-def read_modes() -> tuple[Any, ...]:
-    """Return the modes of torch that kernels ask, which may compute other bits in another one."""
-    backends: Any = torch.backends
-    matmul = backends.cuda.matmul
     return (
-        torch.is_inference_mode_enabled(), torch.get_num_threads(), torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), torch.is_autocast_cache_enabled(),
-        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in CASTING),
-        *(getattr(owner, "fp32_precision", None) for owner in (backends.mkldnn.matmul, backends.mkldnn.conv, matmul)),
-        backends.cuda.flash_sdp_enabled(), backends.cuda.mem_efficient_sdp_enabled(), backends.cuda.math_sdp_enabled(),
-        backends.cuda.cudnn_sdp_enabled(), backends.mha.get_fastpath_enabled(), backends.mkldnn.enabled, backends.cudnn.enabled,
-        backends.cudnn.benchmark, backends.cudnn.deterministic, backends.cudnn.allow_tf32,
-        matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction,
+        type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and value.itemsize in BITS
+        and not (value.is_nested or value.is_quantized or value.is_meta or value.is_conj() or value.is_neg())
+        and not (vars(value) and ops.attributes(value))
     )  # fmt: skip
 
 
@@ -116,7 +116,8 @@ def is_observed() -> bool:
 
 def as_bits(value: Tensor) -> Tensor:
     """Return a tensor as whole numbers of its bits: -0.0 and 0.0 are two, and NaN is itself."""
-    value = value.detach()
+    if value.requires_grad:
+        value = value.detach()
     if value.is_complex():
         value = torch.view_as_real(value)
     return value.view(BITS[value.itemsize])
@@ -124,10 +125,13 @@ def as_bits(value: Tensor) -> Tensor:
 
 def has_same_bits(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
     """Return whether tensors of the same shapes and dtypes are equal to the bit; on a GPU one wait tells of all."""
+    return _are_equal((as_bits(one), as_bits(other)) for one, other in pairs)
+
+
+def _are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
     waiting = []
-    for one, other in pairs:
-        a, b = as_bits(one), as_bits(other)
-        if a.device.type == "cpu":
+    for a, b in pairs:
+        if a.is_cpu:
             if not torch.equal(a, b):
                 return False
         else:
@@ -136,8 +140,9 @@ def has_same_bits(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
 
 
 def read_bytes(tensors: Iterable[Tensor]) -> bytes:
-    """Read the bits of small tensors on the host."""
-    return b"".join(as_bits(tensor).cpu().numpy().tobytes() for tensor in tensors)
+    """Read the bits of small tensors of known sizes on the host: equal bytes are equal bits."""
+    rows = [as_bits(tensor) for tensor in tensors]
+    return b"".join([repr(x.tolist()).encode() if x.numel() < FEW else x.cpu().numpy().tobytes() for x in rows])
 
 
 @dataclass
@@ -147,7 +152,7 @@ class ConditionCopy:
     number: int
     form: tuple[Any, ...]
     plain: tuple[Any, ...]  # numbers, and where the memory of each tensor begins
-    copies: list[Tensor]
+    copies: list[Tensor]  # as bits
 
 
 class KnownConditions:
@@ -161,30 +166,30 @@ class KnownConditions:
 
     def find(self, call: Call) -> tuple[int, list[int]]:
         """Return the number of a call's conditions, a new one if they are new, and the numbers of those that went for it."""
-        tensors = [tensor for _, tensor in call.tensors[CONDITIONS]]
-        plain = (call.numbers[CONDITIONS], tuple(t.data_ptr() % LINE for t in tensors))
+        tensors = [as_bits(tensor) for _, tensor in call.tensors[CONDITIONS]]
+        plain = (call.numbers[CONDITIONS], tuple([t.data_ptr() % LINE for t in tensors]))
         for row in reversed(self.rows):
             alike = row.form == call.form and row.plain == plain
-            if alike and has_same_bits(zip(tensors, row.copies, strict=True)):
-                self.rows.remove(row)
-                self.rows.append(row)
+            if alike and _are_equal(zip(tensors, row.copies, strict=True)):
+                if row is not self.rows[-1]:
+                    self.rows.remove(row)
+                    self.rows.append(row)
                 self.new_in_turn.clear()
                 return row.number, []
-        self._note_change(call, plain)
+        self._note_change(call, tensors)
         self.begun += 1
-        self.rows.append(ConditionCopy(self.begun, call.form, plain, [t.detach().clone() for t in tensors]))
+        self.rows.append(ConditionCopy(self.begun, call.form, plain, [t.clone() for t in tensors]))
         gone = self.rows[: max(len(self.rows) - self.limit, 0)]
         self.rows = self.rows[len(gone) :]
         return self.begun, [row.number for row in gone]
 
-    def _note_change(self, call: Call, plain: tuple[Any, ...]) -> None:
+    def _note_change(self, call: Call, tensors: list[Tensor]) -> None:
         last = self.rows[-1] if self.rows else None
         if last is None or last.form != call.form:
             self.new_in_turn.clear()
             return
-        named = zip(call.tensors[CONDITIONS], last.copies, strict=True)
-        names = {name for (name, now), before in named if not has_same_bits([(now, before)])}
-        self.new_in_turn.append(names)
+        named = zip(call.tensors[CONDITIONS], tensors, last.copies, strict=True)
+        self.new_in_turn.append({name for (name, _), now, before in named if not _are_equal([(now, before)])})
 
     def list_changing(self, calls: int) -> list[str]:
         """Return the inputs that were new in each of the last calls, so many of them, none of which found its conditions."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
@@ -45,6 +46,7 @@ class WeightStamp:
 
     objects: list[Any] = field(default_factory=list)
     numbers: list[tuple[int, int]] = field(default_factory=list)  # address and version of each tensor
+    memory: list[Any] = field(default_factory=list)  # weak references to it: one that is gone may be at its address
     usable: bool = True  # whether a change would be seen
 
     def is_equal(self, other: WeightStamp) -> bool:
@@ -52,8 +54,11 @@ class WeightStamp:
         return self.numbers == other.numbers and _are_same(self.objects, other.objects)
 
 
-def make_stamp(places: Iterable[Place], layers: Iterable[nn.Module]) -> WeightStamp:
-    """Read the state of what a stage reads: tensors by where they stand, and layers with the settings that their code reads."""
+def make_stamp(places: Iterable[Place], layers: Iterable[nn.Module], note: Callable[[Any], None]) -> WeightStamp:
+    """Read the state of what a stage reads: tensors by where they stand, and layers with the settings that their code reads.
+
+    `note` is called when memory of such a tensor is freed.
+    """
     found = WeightStamp()
     for table, key in places:
         for tensor in list_memory(table.get(key)):
@@ -62,6 +67,7 @@ def make_stamp(places: Iterable[Place], layers: Iterable[nn.Module]) -> WeightSt
                 found.usable = False  # nothing counts how often it is written
             else:
                 found.numbers.append((tensor.data_ptr(), version(tensor)))
+                found.memory.append(weakref.ref(tensor.untyped_storage(), note))
     for layer in layers:
         found.objects.append(type(layer))
         found.objects.extend(vars(layer).values())
@@ -92,18 +98,20 @@ class WeightWatch:
         self._all = list({(id(table), key): (table, key) for own in places.values() for table, key in own}.values())
         self._layers = list(dict.fromkeys(chain.from_iterable(layers.values())))
         self._steps = FusedSteps.count
+        self._freed: list[Any] = []  # the memory that was
         self._seen: tuple[list[Any], ...] | None = None  # at the last look, if all are plain tensors and a change would be seen
 
     def find_changes(self) -> list[str] | None:
         """Return the stages whose weights are others than at the last call; None where a change could not be seen."""
-        if self._steps != (steps := FusedSteps.count):
+        if self._steps != (steps := FusedSteps.count) or self._freed:
             self.stamps, self._seen, self._steps = {}, None, steps
+            self._freed.clear()
         if self._is_unchanged():
             return []
         seen, changed = self._look(), []  # before the stamps: what another thread writes between is a change at the next call
         self._seen = None
         for name in self.places:
-            now = make_stamp(self.places[name], self.layers[name])
+            now = make_stamp(self.places[name], self.layers[name], self._freed.append)
             if not now.usable:
                 return None
             old = self.stamps.get(name)
@@ -115,7 +123,8 @@ class WeightWatch:
 
     def renew(self) -> None:
         """Take the weights as they are now for those of the last call."""
-        self.stamps = {name: make_stamp(self.places[name], self.layers[name]) for name in self.stamps}
+        self._freed.clear()
+        self.stamps = {name: make_stamp(self.places[name], self.layers[name], self._freed.append) for name in self.stamps}
         self._seen = None
 
     def _look(self) -> tuple[list[Any], ...] | None:
@@ -139,9 +148,9 @@ class WeightWatch:
             and _are_same(self._list_settings(), settings)  # with the tables of hooks
             and not any(hooks)
             and list(map(type, plain)) == kinds
+            and list(map(Tensor.data_ptr, plain)) == addresses
             and not any(map(Tensor.is_inference, plain))
             and list(map(version, plain)) == versions
-            and list(map(Tensor.data_ptr, plain)) == addresses
         )
 
 
