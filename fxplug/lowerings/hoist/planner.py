@@ -7,6 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from operator import is_
 from typing import Any
 
 import torch
@@ -15,18 +16,19 @@ from torch import Tensor
 from ...blocks.base import Table
 from ...core.extensions import DistributedPart
 from ...core.ir.calls import has_hooks
+from ...core.ir.containers import find_tensor, list_leaves
 from ...core.ir.entry_checks import find_refusal, get_signature
 from ...core.ir.functions import is_random_layer
 from ...core.ir.traced_module import TracedModule
-from ...core.torch_internals.tensors import version
+from ...core.torch_internals.tensors import memory_id, version
 from .cut import StageCut
 from .groups import InputGroups
 from .kept import KeepLimits, KeptValues, Key
 from .plans import CallBinder, CallForm, CallPlan, fill_times, find_sizes
-from .sameness import CONDITIONS, TIME, Call, KnownConditions, is_observed, read_bytes, read_call
+from .sameness import CONDITIONS, NUMBERS, TIME, Call, KnownConditions, is_observed, read_bytes, read_call
 from .schedules import Times
 from .stamps import WeightWatch
-from .weights import list_layers, list_places
+from .weights import list_homes, list_layers, list_places
 
 FORMS = 64  # of calls (shapes, plain values, modes) that are known at once
 IN_TURN = 8  # so many calls in turn with new conditions are said once
@@ -44,13 +46,13 @@ class CallPlanner:
         self._by_input = groups.by_input
         self._stages = {stage.name: stage for stage in cut.stages}
         self._early = [(s.name, CONDITIONS in s.needs, TIME in s.needs, s.slotted) for s in cut.stages[:-1]]
-        self.places = {stage.name: list_places(cut, stage) for stage in cut.stages}
-        self._layers = {stage.name: list_layers(cut, stage) for stage in cut.stages[:-1]}
-        early = [layer for layers in self._layers.values() for layer in layers]
-        self._drawing = list(dict.fromkeys(layer for layer in early if is_random_layer(layer, True)))
+        self._list_layers()
         self._slotted = any(stage.slotted for stage in cut.stages)
         self._tables = [part for part in module.modules() if isinstance(part, Table)]
         self._split = next((part for part in module.modules() if isinstance(part, DistributedPart)), None)
+        written = [home for home in cut.flow.writers if isinstance(home, str) or home.op == "placeholder"]
+        self._written = [home for home in written if isinstance(home, str)]  # tensors of the module that the step writes
+        self._writes_inputs = len(written) > len(self._written)
         self._binder = CallBinder(get_signature(module))
         self.names = {node.name: str(node.target).lstrip("*") for node in cut.inputs}
         self.guard = threading.RLock()
@@ -58,11 +60,21 @@ class CallPlanner:
         self.limits = KeepLimits()
         self.reset()
 
+    def _list_layers(self) -> None:
+        """List the layers and weights that stages read, and forget all that is kept."""
+        self.places = {stage.name: list_places(self.cut, stage) for stage in self.cut.stages}
+        self._layers = {stage.name: list_layers(self.cut, stage) for stage in self.cut.stages[:-1]}
+        early = [layer for layers in self._layers.values() for layer in layers]
+        self._drawing = list(dict.fromkeys(layer for layer in early if is_random_layer(layer, True)))
+        self._homes = list_homes(self.cut)
+        self._modules = [table.get(key) for table, key in self._homes]
+        self.kept = KeptValues()
+        self.watch = WeightWatch({name: self.places[name] for name in self._layers}, self._layers)
+
     def reset(self) -> None:
         """Forget all that is known of calls, and all that is kept."""
-        self.kept = KeptValues()
+        self._list_layers()
         self.known = KnownConditions(self.limits.conditions)
-        self.watch = WeightWatch({name: self.places[name] for name in self._layers}, self._layers)
         self._forms: OrderedDict[Any, CallForm] = OrderedDict()
         self._slots: tuple[Any, bytes, list[Tensor]] = (None, b"", [])
 
@@ -84,6 +96,8 @@ class CallPlanner:
         call = read_call(values, self._by_input)
         if call is None:
             return "an input is not a plain tensor, number or text, so that it cannot be compared with that of other calls"
+        if (self._writes_inputs or self._written) and self._has_shared_memory(values):
+            return "inputs share memory, and the model writes an input or a buffer of its own"
         with self.guard:
             form = self._find_form(call, args, kwargs)
             if form.refused:
@@ -102,19 +116,28 @@ class CallPlanner:
         return found
 
     def check_weights(self) -> bool:
-        """Drop what was computed from other weights. Returns whether a change of these could be seen."""
+        """Drop what was computed from other weights or layers. Returns whether a change of these could be seen."""
+        if not all(map(is_, [table.get(key) for table, key in self._homes], self._modules)):
+            self._list_layers()
         changed = self.watch.find_changes()
         for name in changed or ():
             above = {other.name for other in self.cut.stages if self._stages[name].needs <= other.needs}
             self.kept.drop(lambda key, above=above: key.stage in above)  # type: ignore[misc]
         return changed is not None
 
+    def _has_shared_memory(self, values: dict[str, Any]) -> bool:
+        """Return whether what the model writes may be the memory of an input, or of another one: the order of reads counts."""
+        written = [tensor for name in self._written if (tensor := find_tensor(self.module, name)) is not None]
+        own = {memory_id(tensor.untyped_storage()) for tensor in written}
+        leaves = [leaf for leaf in list_leaves([*values.values()]) if isinstance(leaf, Tensor)]
+        found = [memory_id(leaf.untyped_storage()) for leaf in leaves]
+        return not own.isdisjoint(found) or self._writes_inputs and len(set(found)) < len(found)
+
     def _find_form(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallForm:
         key = call.form if self._split is None else (call.form, *self._split.get_ranks().items())
         form = self._forms.get(key)
         if form is None:
-            number = max((known.number for known in self._forms.values()), default=0) + 1
-            form = self._forms[key] = CallForm(number, find_refusal(self.module, args, kwargs) or "")
+            form = self._forms[key] = CallForm(next(NUMBERS), find_refusal(self.module, args, kwargs) or "")
             if not form.refused and self.cut.late:
                 self._bring()
                 with self._split.without_exchange() if self._split else nullcontext():  # nobody waits for the others here

@@ -9,6 +9,7 @@ called without `Optimizer.step`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +24,11 @@ from ...core.torch_internals.modules import GLOBAL_HOOKS, read_kernel_modes
 from ...core.torch_internals.tensors import is_watched
 
 CONDITIONS, TIME = "conditions", "time"
-NUMBERS = (int, float, complex)
+COUNTED = (int, float, complex)
 # an input that is none of these, no tensor and no container of them is not looked into: its calls keep nothing
-PLAIN = (bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, slice)
+PLAIN = (bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+NUMBERS = itertools.count(1)  # of sets of conditions and forms of calls: nothing gets that of another, in no thread
 FEW = 16  # numbers that are read the faster way
 LINE = 64  # bytes: some kernels round otherwise where memory does not begin at a multiple of it
 
@@ -80,7 +82,7 @@ class CallReading:
             if group is not None:
                 self.tensors[group].append((name, value))
             return True
-        if kind in NUMBERS:
+        if kind in COUNTED:
             form.append(kind)
             if group is not None:
                 self.numbers[group].append(repr(value))  # which tells -0.0 from 0.0
@@ -91,7 +93,7 @@ class CallReading:
         members = list_members(value)
         if members is None:
             form.append((kind, repr(value)))
-            return isinstance(value, PLAIN)
+            return kind in PLAIN
         rows = list(members)
         form.append((kind, tuple(key for key, _ in rows)))
         return all(self.add(name, group, member) for _, member in rows)
@@ -161,7 +163,6 @@ class KnownConditions:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.rows: list[ConditionCopy] = []
-        self.begun = 0
         self.new_in_turn: list[set[str]] = []  # what differed from the set before, in calls that found none
 
     def find(self, call: Call) -> tuple[int, list[int]]:
@@ -177,11 +178,11 @@ class KnownConditions:
                 self.new_in_turn.clear()
                 return row.number, []
         self._note_change(call, tensors)
-        self.begun += 1
-        self.rows.append(ConditionCopy(self.begun, call.form, plain, [t.clone() for t in tensors]))
+        number = next(NUMBERS)
+        self.rows.append(ConditionCopy(number, call.form, plain, [t.clone() for t in tensors]))
         gone = self.rows[: max(len(self.rows) - self.limit, 0)]
         self.rows = self.rows[len(gone) :]
-        return self.begun, [row.number for row in gone]
+        return number, [row.number for row in gone]
 
     def _note_change(self, call: Call, tensors: list[Tensor]) -> None:
         last = self.rows[-1] if self.rows else None

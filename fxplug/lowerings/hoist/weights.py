@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,21 @@ def list_layers(cut: StageCut, stage: HoistStage) -> list[nn.Module]:
     """Return the layers that a stage calls, with those inside, but for the tables of slots."""
     called = [str(node.target) for node in stage.nodes if node.op == "call_module" and not is_table(node, cut.root)]
     return list(dict.fromkeys(layer for path in dict.fromkeys(called) for layer in cut.root.get_submodule(path).modules()))
+
+
+def list_homes(cut: StageCut) -> list[tuple[dict[str, Any], str]]:
+    """Return where the modules stand that stages before the step call, or read weights of, as tables of modules and keys."""
+    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+    for node in dict.fromkeys(node for stage in cut.stages[:-1] for node in stage.nodes):
+        if node.op not in ("get_attr", "call_module"):
+            continue
+        path, owner = str(node.target), cut.root
+        for key in path.split(".")[: None if node.op == "call_module" else -1]:
+            found[id(owner), key] = owner._modules, key
+            owner = owner._modules[key]  # type: ignore[assignment]
+        for inner in owner.modules() if node.op == "call_module" else ():
+            found.update({(id(inner), key): (inner._modules, key) for key in inner._modules})
+    return list(found.values())
 
 
 def list_early(cut: StageCut) -> dict[str, list[Tensor]]:
