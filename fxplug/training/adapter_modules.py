@@ -116,7 +116,7 @@ def make_adapter_module(
                 continue
             sites = sorted(entry["sites"], key=lambda site: order.get(site["path"].partition("@")[0], len(order)))
             for name, site in {site["block"]: site for site in sites}.items():
-                block, used = _remake_block(tree.get_submodule(name), _find_parameter(module, site), entry, given)
+                block, used = _remake_block(tree.get_submodule(name), find_parameter(module, site), entry, given)
                 taken |= used
                 _set_submodule(tree, name, block.train(module.training))
             if entry["slots"]:
@@ -167,7 +167,7 @@ def _remake_block(
     return block, known & {*OPTIONS}
 
 
-def _find_parameter(module: nn.Module, site: Mapping[str, Any]) -> Tensor | None:
+def find_parameter(module: nn.Module, site: Mapping[str, Any]) -> Tensor | None:
     """Return the parameter of a site's layer that its block maps, or stands beside."""
     owner: Any = module
     for part in filter(None, site["path"].partition("@")[0].split(".")):
@@ -386,12 +386,13 @@ def join_adapters(
     Raises:
         SpecError: A place where adapters cannot be distinguished by sample.
     """
-    passes = [entry["name"] for entry in list_adapter_passes(module)]
     own = [{entry["name"] for entry in one.meta["passes"]} for one in adapters]
+    entries = [entry for entry in list_adapter_passes(module) if any(entry["name"] in names for names in own)]
+    passes = [entry["name"] for entry in entries]
     whole = next((one for one, names in zip(adapters, own, strict=True) if names.issuperset(passes)), None)
-    first = make_adapter_module(module, {}, 0) if whole is None else whole
+    first = make_adapter_module(module, {}, 0, passes) if whole is None else whole
     tree, graphs = strip_to_container(first), copy_graphs(first)
-    for entry in reversed(list_adapter_passes(module)):  # of several that map a parameter the last one is read by the layer
+    for entry in reversed(entries):  # of several that map a parameter the last one is read by the layer
         for site in {site["block"]: site for site in entry["sites"]}.values():
             name = site["block"]
             blocks = [

@@ -7,27 +7,47 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from .random_draws import seed_within
-from .shared_pass import PausableThread, SharedModule
+from .shared_pass import ModuleInTurn, PausableThread, SharedCall, SharedModule
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
 
 class AdapterRun:
-    """One adapter of the run: its trainer, whose steps call `shared`, and how far it is."""
+    """One adapter of the run: its trainer, whose steps call `called` in the place of the module, and how far it is.
 
-    def __init__(self, name: str, index: int, trainer: Trainer) -> None:
-        self.name, self.index, self.trainer, self.shared = name, index, trainer, SharedModule()
+    `index` is its number among those that share a pass of the base; None is for one whose steps are taken in turn.
+    """
+
+    def __init__(self, name: str, index: int | None, trainer: Trainer) -> None:
+        self.name, self.index, self.trainer = name, -1 if index is None else index, trainer
+        self.called: SharedModule | ModuleInTurn = SharedModule()
+        if index is None:
+            self.called = ModuleInTurn(trainer.runner, lambda: trainer.progress.step)
         self.ended, self.failed = False, ""
         self.passes = {entry["name"] for entry in trainer.module.meta["passes"]}
-        trainer.runner = trainer.take_step.loss.runner = self.shared
+        trainer.runner = trainer.take_step.loss.runner = self.called
         with seed_within(trainer.seed_of_draws):
             trainer.state.end_step()  # its generators stand where those of a run alone do
 
     def start(self, asked: Callable[[], bool]) -> PausableThread:
         """Begin the loop of its trainer, in a thread that does not run yet."""
-        self.shared.thread = PausableThread(partial(self._train, asked), self.trainer.state.last_random)
-        return self.shared.thread
+        thread = PausableThread(partial(self._train, asked), self.trainer.state.last_random)
+        if isinstance(self.called, ModuleInTurn):
+            self.called.begin()
+        self.called.thread = thread
+        return thread
+
+    @property
+    def shares(self) -> bool:
+        """Whether it shares a pass of the base with others."""
+        return isinstance(self.called, SharedModule)
+
+    @property
+    def calls(self) -> list[tuple[int, SharedCall]]:
+        """Its call of the shared pass, with its index; none where it does not wait for one."""
+        call = self.called.call if isinstance(self.called, SharedModule) else None
+        return [] if call is None else [(self.index, call)]
 
     def rewind(self, here: bool) -> None:
         """Go back in its log to the step that it is at, after its state was loaded from its own folder, or another."""

@@ -24,6 +24,7 @@ from .adapter_modules import OPTIONS, RandomState, SampleRows, join_adapters, li
 from .adapter_run import AdapterRun
 from .adapter_settings import PATH, check_adapter_settings, make_adapter_settings, read_adapters
 from .adapter_state import AdapterStates
+from .adapter_turns import choose_turns
 from .checkpoint import Checkpoint, find_newest, read
 from .checks import check_saved
 from .data.loader import Loader
@@ -33,7 +34,7 @@ from .interrupts import catch_interrupts
 from .monitor import RunMonitor
 from .random_draws import preserve_random_state
 from .run_folder import RunFolder
-from .shared_pass import SharedPass
+from .shared_pass import ModuleInTurn, SharedPass
 from .task_setup import check_task_settings
 from .tasks.task import Task, make_task
 from .train_section import Train
@@ -104,15 +105,17 @@ class AdapterRuns:
             check_saved([module])
         common = {"base": base, "timm": timm, "accelerator": self.accelerator, "quiet": True, "config": self.config}
         self.runs: list[AdapterRun] = []
-        modules: list[TracedModule] = []
+        self.turns = choose_turns(module, settings, self.room)
+        modules: list[TracedModule] = []  # of those that share a pass
         makers: list[Callable[[TracedModule], TracedModule]] = []
         for index, (one, given) in enumerate(zip(settings.adapters, objects, strict=True)):
-            own = make_adapter_settings(settings, index)
+            shares = not self.turns[index]
+            own = make_adapter_settings(settings, index, shares)
             of_seed = seed if one.seed is None else one.seed
             with prefix_path(*PATH, index):
                 options = one.model_dump(include={*OPTIONS})
-                makers.append(partial(make_adapter_module, given=options, seed=of_seed, chosen=one.passes))
-                made = makers[-1](module)
+                maker = partial(make_adapter_module, given=options, seed=of_seed, chosen=one.passes)
+                made = maker(module)
             if isinstance(data, Loader) and given["data"] is None and len(plain) > 1:
                 raise TrainError("one Loader cannot give the samples of several adapters: give each its own, or a data set")
             loaders = [given[key] if given[key] is not None else default for key, default in (("data", data), ("test", test))]
@@ -125,12 +128,17 @@ class AdapterRuns:
                 trainer = make(made, own_task, *loaders, out=folder, seed=of_seed, settings=own, **common)
             except TrainError as error:
                 raise TrainError(f"adapter '{one.name}': {error}") from error
-            modules.append(made)
-            self.runs.append(AdapterRun(one.name, index, trainer))
-        self.rows = SampleRows(drawings=[RandomState() for _ in self.runs])
-        self.joint = join_adapters(module, modules, self.rows, makers)
-        set_mode(self.joint, self.joint, settings.mode)
-        self.shared = SharedPass(self.joint, self.rows, self.runs[0].trainer.accelerator.autocast)
+            self.runs.append(AdapterRun(one.name, len(modules) if shares else None, trainer))
+            if shares:
+                modules.append(made)
+                makers.append(maker)
+        self.sharing = [one for one in self.runs if one.shares]
+        self.rows = SampleRows(drawings=[RandomState() for _ in self.sharing])
+        joint = module
+        if modules:
+            joint = join_adapters(module, modules, self.rows, makers)
+            set_mode(joint, joint, settings.mode)
+        self.shared = SharedPass(joint, self.rows, self.runs[0].trainer.accelerator.autocast)
         self.watch = RunMonitor(self.out, settings, 0, 0, quiet=quiet)
         self.folder = RunFolder(self.out, settings.save, self.watch.note)
         self.states = AdapterStates(self.runs)
@@ -236,6 +244,7 @@ class AdapterRuns:
                     held.callback(trainer.close)
                     if not one.ended:
                         held.enter_context(trainer.task.prepared(trainer.data, trainer.tests, self.quiet))
+                self._note_turns()
                 self._run()
             self._finish()
         finally:
@@ -255,7 +264,7 @@ class AdapterRuns:
                     if not self._active:
                         break
                     self._keep_if_due()
-                    if not self.states.rounds or not self.states.checked:
+                    if not self.states.checked:
                         self._check_first()
                     self._asked = bool(asked)
                     if self._asked:
@@ -272,15 +281,17 @@ class AdapterRuns:
             raise
         finally:
             for one in self._active:
-                if one.shared.thread is not None:
-                    one.shared.thread.close()
+                if one.called.thread is not None:
+                    one.called.thread.close()
 
     def _fill(self, waiting: list[AdapterRun]) -> None:
         """Let those that train run to the next call of the module, and others begin in the place of those that end."""
         while True:
             while (one := next(filter(self._has_room, waiting), None)) is not None:
                 waiting.remove(one)
-                self.rows.drawings[one.index] = one.start(lambda: self._asked)
+                thread = one.start(lambda: self._asked)
+                if one.shares:
+                    self.rows.drawings[one.index] = thread
                 self._active.append(one)
                 self._active.sort(key=self.states.runs.index)  # a batch is the same, to the bit, in a resumed run
             self._resume_all(self._active)
@@ -290,13 +301,13 @@ class AdapterRuns:
     def _resume_all(self, those: Sequence[AdapterRun]) -> None:
         """Let these adapters run until each pauses or ends; those that end leave the batch."""
         for one in those:
-            thread = one.shared.thread
+            thread = one.called.thread
             assert thread is not None
-            if one.shared.call is None or one.shared.call.result is not None:
+            if not one.called.waits:
                 thread.resume()
             if thread.done:
                 self._end(one, thread.error)
-        self._active = [one for one in self._active if one.shared.thread is not None and not one.shared.thread.done]
+        self._active = [one for one in self._active if one.called.thread is not None and not one.called.thread.done]
 
     def _end(self, one: AdapterRun, error: BaseException | None) -> None:
         """Note how an adapter ended. Raises its error, unless it is one of a run, which ends that adapter alone."""
@@ -313,19 +324,31 @@ class AdapterRuns:
         one.ended = error is not None or not trainer.take_step.stop
 
     def _take_round(self) -> None:
-        """Take one step of each adapter that trains: a micro step of all, and further ones of those whose step has more."""
-        turn = list(self._active)
+        """Take one step of each adapter that shares a pass: a micro step of all, and further ones of those whose step has more.
+
+        The steps of others begin when they are resumed next.
+        """
+        turn = [one for one in self._active if one.shares]
         while turn:
             calling = turn
             while calling:
-                self.shared.forward([(one.index, one.shared.call) for one in calling if one.shared.call is not None])
+                self.shared.forward([call for one in calling for call in one.calls])
                 self._resume_all(calling)
-                calling = [one for one in self._active if one in calling and one.shared.call is not None]
+                calling = [one for one in self._active if one in calling and one.calls]
             self.shared.backward()
             turn = [one for one in self._active if one in turn and one.trainer.take_step.has_more]
             self._resume_all(turn)
             turn = [one for one in self._active if one in turn]
+        for one in self._active:
+            if isinstance(one.called, ModuleInTurn):
+                one.called.waits = False
         self.states.rounds += 1
+
+    def _note_turns(self) -> None:
+        """Note which adapters take their steps in turn, and why."""
+        for why in filter(None, dict.fromkeys(self.turns)):
+            names = [one.name for one, own in zip(self.runs, self.turns, strict=True) if own == why]
+            self.watch.note(f"{', '.join(names)}: each has a pass of its own, one after the other: {why}")
 
     def _describe_steps(self) -> str:
         """Return how far the adapters are that train now, the first few by name."""
@@ -336,13 +359,15 @@ class AdapterRuns:
     def _check_first(self) -> None:
         """Raise TrainError where the first samples of the adapters do not make one batch, or the base does not take them one by
         one."""
+        calls = [call for one in self._active for call in one.calls]
+        if not calls:
+            return
         self.states.checked = True
-        calls = [(one.index, one.shared.call) for one in self._active if one.shared.call is not None]
         varies = any(getattr(getattr(one.trainer.data, "spec", None), "buckets", None) for one in self._active)
-        names = [one.name for one in self.runs]
+        names = [one.name for one in self.sharing]
         if not varies:
             check_alike(calls, names)
-        check_by_sample(self.shared, self.rows, [(index, call, self.runs[index].trainer) for index, call in calls], names)
+        check_by_sample(self.shared, self.rows, [(index, call, self.sharing[index].trainer) for index, call in calls], names)
 
     # --- checkpoints
 

@@ -45,18 +45,20 @@ def read_adapters(given: Sequence[Mapping[str, Any] | TrainedAdapter]) -> tuple[
     return plain, objects
 
 
-def make_adapter_settings(settings: Train, index: int) -> Train:
-    """Return the settings of one adapter's run: those of the run, but for what it has of its own.
+def make_adapter_settings(settings: Train, index: int, shares: bool = True) -> Train:
+    """Return the settings of one adapter's run: those of the run, but for what it has of its own. One that `shares` a pass is
+    not fused.
 
     Raises SpecError for what does not fit together.
     """
     one = settings.adapters[index]
-    common = settings.model_dump(exclude={"adapters"}, exclude_unset=True)
+    common = settings.model_dump(exclude={"adapters", "in_turn"}, exclude_unset=True)
     own = one.model_dump(exclude={*OF_ADAPTER}, exclude_unset=True)
     if own.get("steps") is not None or own.get("epochs") is not None:
         common = {key: value for key, value in common.items() if key not in ("steps", "epochs")}
     save = {**common.get("save", {}), "every": 0}  # one checkpoint is for all
-    return validate(Train, {**common, **own, "fuse": False, "save": save}, *PATH, index)
+    fuse = {"fuse": False} if shares else {}
+    return validate(Train, {**common, **own, **fuse, "save": save}, *PATH, index)
 
 
 def make_adapter_data(common: Data | None, one: TrainedAdapter, index: int) -> Data:

@@ -127,6 +127,11 @@ class SharedModule(nn.Module):
         self.thread: PausableThread | None = None
         self.call: SharedCall | None = None  # which waits for its result
 
+    @property
+    def waits(self) -> bool:
+        """Whether a call has no result yet."""
+        return self.call is not None and self.call.result is None
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.thread is not None
         leaves, spec = tree_flatten((args, kwargs))
@@ -143,6 +148,31 @@ class SharedModule(nn.Module):
         """Pause until the backward pass of all adapters has reached the parameters of this one."""
         assert self.thread is not None
         self.thread.pause()
+
+
+class ModuleInTurn(nn.Module):
+    """What the loss of one adapter calls whose steps are taken in turn: `runner`, that of its run alone, when it is its turn.
+
+    The first call of each step, of which `step` gives the number, waits for that.
+    """
+
+    def __init__(self, runner: nn.Module, step: Callable[[], int]) -> None:
+        super().__init__()
+        self.runner, self.step = runner, step
+        self.thread: PausableThread | None = None
+        self.waits = False  # whether it waits for its turn
+        self._begun: int | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.thread is not None
+        if self._begun != self.step():
+            self._begun, self.waits = self.step(), True
+            self.thread.pause()
+        return self.runner(*args, **kwargs)
+
+    def begin(self) -> None:
+        """Forget the step that was begun, in the thread of an earlier run."""
+        self._begun, self.waits = None, False
 
 
 class SharedPass:

@@ -253,6 +253,9 @@ class Train(Section):
         [], "adapters that train at once in the slots of the passes, each as in a run of its own",
         [{"name": "ink", "data": {"images": "ink/"}, "rank": 8, "steps": 1500}],
     )  # fmt: skip
+    in_turn: bool | None = declare(
+        None, "whether each of the `adapters` has a pass of its own, one after the other; null is a rule of kinds and sizes", True
+    )
     trainable: list[Text] = declare([], "patterns of base parameters that train too; `**` is all of it", ["head"])
     assistant: Text | None = declare(
         None, "an adapter file that is on, frozen, in training steps alone, and in nothing saved", "undistilled.safetensors"
@@ -285,6 +288,8 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _one_length(self) -> Train:
+        if self.in_turn is not None and not self.adapters:
+            raise convert_error(SpecError("has no effect without 'adapters'", path=("in_turn",)))
         own = bool(self.adapters) and all(one.steps or one.epochs for one in self.adapters)
         if (self.steps is None) == (self.epochs is None) and not (own and self.steps is None):
             found = "neither" if self.steps is None else "both"
