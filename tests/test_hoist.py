@@ -648,10 +648,10 @@ def test_slots_are_switched_in_every_form(options):
 
 
 def test_slots_of_a_gathered_bank_are_switched():
-    gm, _ = make()
-    gm = fxplug.apply(gm, fxplug.load_pass("lora", at="**", rank=2, slots=4, per_sample=2))
+    plain, _ = make()
+    gm = fxplug.apply(plain, fxplug.load_pass("dora", at="**", rank=2, slots=4, per_sample=2))
     for seed, name in enumerate(("ink", "film", "oil")):
-        gm.adapters.load(name, fuzz_hoist.make_adapter(gm, seed))
+        gm.adapters.load(name, fuzz_hoist.make_adapter(plain, seed))
     hoisted = fxplug.lower(gm, fuse=None, hoist=GROUPS)
     choices = [["ink", None], [{"film": 0.5, "oil": -1.0}, "film"], [{"oil": -1.0, "film": 0.5}, "film"], "oil"]
     for choice in [*choices, *(hoisted.adapters.rows(each) for each in choices)]:

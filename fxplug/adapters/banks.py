@@ -16,6 +16,7 @@ from ..blocks.base import UpdateKind
 from ..blocks.lora import Lora
 from ..blocks.low_rank import view_slot
 from ..core.errors import SpecError, format_fields, quote
+from ..core.quantised import is_packed
 from .updates import Entry
 
 
@@ -86,6 +87,15 @@ class Bank:
         return self.update_kind.place == "after" and bool(self.update_kind.method)
 
     @property
+    def has_gain(self) -> bool:
+        """Return whether the block adds to its layer's result and multiplies it: it holds LoRA, DoRA and (IA)3."""
+        return "gain" in self.parameters
+
+    def without_magnitude(self) -> Bank:
+        """Return the bank as an export has it, whose program reads gains and not the magnitudes that they were made of."""
+        return replace(self, parameters=tuple(key for key in self.parameters if not (self.has_gain and key == "magnitude")))
+
+    @property
     def maps(self) -> bool:
         """Return whether the block maps the weight itself, with the slots as the first dimension of its parameters."""
         return self.is_stacked and self.update_kind.place == "param"
@@ -98,7 +108,7 @@ class Bank:
     def views(self, name: str, tensor: Tensor, slot: int) -> Tensor:
         """Return a view of one slot of one of the bank's tensors; (groups, rank, ...) for the `down` of a grouped
         convolution."""
-        if self.update_kind.slots != "inner" or name == "bias":
+        if self.update_kind.slots != "inner" or name not in ("down", "up"):
             return tensor[slot] if self.slots else tensor
         turned = name == "up" or self.kind == "Embedding"
         return view_slot(tensor, slot, max(self.slots, 1), 0 if turned else self.groups)
@@ -108,8 +118,9 @@ class Bank:
         if value.is_meta and not tensor.is_meta:
             raise SpecError(f"'{entry.name}': its {key} is on the meta device and has no values: give the file itself")
         target = self.views(key, tensor, 0)
-        inner = self.update_kind.slots == "inner"
-        loose = () if key == "bias" else (1,) if inner else self.update_kind.rank_dims(key, self.parameters)
+        loose = self.update_kind.rank_dims(key, self.parameters)
+        if self.update_kind.slots == "inner":
+            loose = (1,) if key in ("down", "up") else ()
         fits = target.dim() == value.dim() and all(
             n == m or (d in loose and n < m) for d, (n, m) in enumerate(zip(value.shape, target.shape, strict=True))
         )
@@ -123,7 +134,8 @@ class Bank:
         takes = bool(self.slots) and not self.gates and key == self.update_kind.scaled(self.parameters)
         if value.dtype == tensor.dtype != torch.float64 and (not takes or entry.scale == 1):
             return value  # whose reader has seen that its numbers are finite
-        made = (value.float() * entry.scale).to(tensor.dtype) if takes else value.to(tensor.dtype)
+        wide = value.to(torch.promote_types(value.dtype, torch.float32))
+        made = (wide * entry.scale if takes else value).to(tensor.dtype)
         if not made.is_meta and not torch.isfinite(made).all():
             raise SpecError(f"'{entry.name}': its {key} has numbers out of range for {tensor.dtype}, the dtype of the slots")
         return made
@@ -151,6 +163,9 @@ def values_for(bank: Bank, entry: Entry, base: Tensor | None) -> tuple[int, dict
     kind = bank.update_kind
     if kind.whole:
         return 1, {"delta": _change(bank, entry, base)}
+    if bank.has_gain and entry.method:
+        gate = entry.tensors["gate"].flatten()
+        return 0, {"gain": gate.to(torch.promote_types(gate.dtype, torch.float32)) - 1}
     if kind.method:
         return 0, _as_is(bank, entry)
     if kind.is_product and not kind.is_plain:
@@ -172,6 +187,10 @@ def values_for(bank: Bank, entry: Entry, base: Tensor | None) -> tuple[int, dict
     if (rank := entry.rank if kind.is_decomposed else entry.product_rank()) > bank.rank:
         return rank, {}
     magnitude = entry.tensors.get("magnitude")
+    if bank.has_gain and magnitude is not None:
+        check_base_values(bank, base)
+        entry = entry.without_magnitude()
+        magnitude = magnitude.flatten()
     entry = entry if kind.is_decomposed or entry.kind == "lora+bias" else entry.as_lora(bank.shape)
     entry = entry.as_one_group() if bank.maps else entry
     down, up = entry.pair("Linear" if bank.maps else bank.kind)
@@ -208,6 +227,18 @@ def _as_is(bank: Bank, entry: Entry) -> dict[str, Tensor]:
     return dict(entry.tensors)
 
 
+def check_base_values(bank: Bank, base: Tensor | None) -> Tensor:
+    """Return the weight of which the gain of an adapter with magnitudes is made. Raises SpecError where it has no values."""
+    where = f"an adapter with magnitudes (DoRA) needs the weight of '{bank.path}'"
+    if base is None:
+        raise SpecError(f"{where}, which this module does not have: load it into the module that this was made from")
+    if base.is_meta:
+        raise SpecError(f"{where}, which is on the meta device and has no values: move the module to another device")
+    if not base.is_floating_point() or is_packed(base):
+        raise SpecError(f"{where}, which is quantised: load it into slots on the base's own weights")
+    return base
+
+
 def _change(bank: Bank, entry: Entry, base: Tensor | None) -> Tensor:
     """Return the change that an entry of any kind makes to a parameter: as in the file, or in float32 from the parameter's
     values."""
@@ -237,6 +268,8 @@ def candidate_banks(entry: Entry, banks: Sequence[Bank]) -> list[int]:
     base, *more = entry.kind.split("+")
     word, _, side = base.partition(" ")
     beside, kind = "bias" in more, entry.update_kind
+    output = not entry.kind.endswith("by input") and entry.options.get("side", "output") == "output"
+    gained = output and (kind.method == "gate" or kind.is_decomposed or "dora" in more)
     ways: list[Callable[[Bank], bool]] = []
     if kind.is_product and not any("dora" in one for one in more):
         ways = [lambda bank: bank.update_kind.name == word and not beside]
@@ -245,6 +278,8 @@ def candidate_banks(entry: Entry, banks: Sequence[Bank]) -> list[int]:
     elif not more:
         dim = int(bool(side)) ^ int(bool(entry.embedding))  # of the channels that have magnitudes
         ways = [lambda bank: bank.update_kind.name == word and (not kind.is_decomposed or bank.dim == dim)]
+    if gained and not beside:
+        ways.append(lambda bank: bank.has_gain)
     if not beside:
         ways.append(lambda bank: bank.update_kind.whole)
     return list(dict.fromkeys(n for way in ways for n, bank in enumerate(banks) if way(bank)))
@@ -259,7 +294,7 @@ def parted(placed: Mapping[str, Entry], homes: Mapping[str, Sequence[Bank]]) -> 
     for path, entry in placed.items():
         if path in made:
             continue  # part of a sum
-        if entry.optional and any(bank.gates for bank in homes.get(path.removesuffix(f".{entry.param}"), ())):
+        if entry.optional and any(bank.gates or bank.has_gain for bank in homes.get(path.removesuffix(f".{entry.param}"), ())):
             continue
         if "+bias" in entry.kind and not candidate_banks(entry, homes.get(path, ())):
             tensors = dict(entry.tensors)
@@ -278,7 +313,8 @@ def parted(placed: Mapping[str, Entry], homes: Mapping[str, Sequence[Bank]]) -> 
 
 def no_home(entry: Entry, key: str, banks: Sequence[Bank]) -> SpecError:
     """Return the error for an entry that no bank here can take; it names a pass that could."""
-    here = f"the slots here are for {' and '.join(sorted({bank.update_kind.name for bank in banks}))}" if banks else (
+    names = {"lora, dora and ia3 of a layer's outputs" if bank.has_gain else bank.update_kind.name for bank in banks}
+    here = f"the slots here are for {' and '.join(sorted(names))}" if banks else (
         "no pass here has slots for it"
     )
     path = key.removesuffix(f".{entry.param}") if entry.param != "weight" else key

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.base import get_kind
+from ..blocks.scale import Scale
 from ..core.errors import ArtifactError, SpecError, format_fields
 from ..core.quantised import get_weight_shape, is_transposed
 from .banks import Bank
@@ -87,12 +88,38 @@ def read_slots(
 
 def _in_slot(bank: Bank, own: dict[str, Tensor], p: str, table: bool) -> Entry | None:
     """Return the update in one slot of a bank's tensors; None if the slot is empty."""
+    if bank.has_gain:
+        return _of_gained(bank, own, p)
     telling = [own["magnitude"]] if "magnitude" in own else own.values()
     if not any(value.any() for value in telling):
         return None  # a layer that the adapter has nothing for
     loose = {key: bank.update_kind.rank_dims(key, own) if bank.is_stacked else (1,) for key in own}
     rank = max([1, *(_reach(own[key], dim) for key in own for dim in loose[key])])
     return _entry(bank, {key: _cut(value, loose[key], rank) for key, value in own.items()}, 1.0, p, table)
+
+
+def has_dora(own: Mapping[str, Tensor]) -> bool:
+    """Return whether a slot without magnitudes, as an export has it, holds DoRA: (IA)3 has a gain and nothing else."""
+    return bool(own["gain"].any() and (own["up"].any() or ("shift" in own and own["shift"].any())))
+
+
+def _of_gained(bank: Bank, own: dict[str, Tensor], p: str) -> Entry | None:
+    """Return what one slot of a bank with gains holds: DoRA, (IA)3 or LoRA; None if the slot is empty."""
+    gain = own["gain"]
+    magnitude = own.get("magnitude", torch.zeros(1))
+    if "magnitude" not in own and has_dora(own):
+        raise SpecError(f"the adapter has DoRA at '{bank.path}', whose magnitudes no export has: save it from the module")
+    if gain.any() and not magnitude.any():
+        gate = (gain.to(torch.promote_types(gain.dtype, torch.float32)) + 1).to(gain.dtype)
+        ia3 = Scale.update_kind
+        return Entry(bank.path, bank.path, p, ia3.name, {"gate": gate}, 1.0, 0, method=ia3.method, options={"side": "output"})
+    plain = _in_slot(replace(bank, parameters=("down", "up")), {key: own[key] for key in ("down", "up")}, p, False)
+    if plain is None and magnitude.any():  # whose product is zero: the norms alone are others
+        cut = {key: own[key].narrow(dim, 0, 1) for key, dim in (("down", 1), ("up", 1))}
+        plain = _entry(replace(bank, parameters=("down", "up")), cut, 1.0, p, False)
+    if plain is None or not magnitude.any():
+        return plain
+    return replace(plain, kind="dora", tensors={**plain.tensors, "magnitude": magnitude.contiguous()})
 
 
 def _entry(bank: Bank, values: dict[str, Tensor], scale: float, p: str, table: bool) -> Entry:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.base import get_kind
+from ..blocks.scale import Scale
 from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean
 from ..core.ir.comparison import REWRITTEN, is_close
 from ..core.locks import get_locks, write_lock
@@ -194,8 +195,8 @@ def check_samples(p: str, banks: Sequence[Bank], slots: Sequence[int], tensor: C
     """Raises SpecError where some slots of a pass, of which samples take different ones, change a layer without samples."""
     for bank in banks if slots else ():
         if getattr(module_at(module, bank.block), "batch_dim", 0) < 0:
-            key = "up" if "up" in bank.names else next(iter(bank.names))
-            if any(bank.views(key, tensor(bank.names[key]), slot).any() for slot in slots):
+            keys = [key for key in ("up", "gain") if key in bank.names] or list(bank.names)[:1]
+            if any(bank.views(key, tensor(bank.names[key]), slot).any() for key in keys for slot in slots):
                 raise SpecError(
                     f"the adapters of '{p}' change '{bank.path}', whose input has no samples, as positions have none, so all "
                     "of a batch share it: use the same adapters for all samples, or load some that leave it alone"
@@ -267,7 +268,7 @@ def fit_to(
     shared = {path: home for path, home in homes_of_tied.items() if path not in shapes}
     shapes |= {path: shapes[home] for path, home in shared.items()}
     beside = {bank.key: bank.shape for bank in homes if bank.key != bank.path}
-    beside |= {f"{bank.path}.bias": bank.shape[:1] for bank in homes if bank.gates}
+    beside |= {f"{bank.path}.bias": bank.shape[:1] for bank in homes if bank.gates or bank.has_gain}
     here: dict[str, Sequence[int]] = {}
     if any(e.param != "weight" or "+bias" in e.kind or e.method in ("diff", "whole") for e in file.entries):
         here = {name: tuple(p.shape) for name, p in module.named_parameters()} if module is not None else {}
@@ -281,7 +282,10 @@ def _by_layer(file: AdapterFile, homes: Sequence[Bank]) -> AdapterFile:
     The DoRA of an Embedding is stored in such a file, as no other tool supports it.
     """
     banks = {bank.block.partition(".")[2]: bank for bank in homes if bank.update_kind.is_decomposed}
+    banks |= {bank.block.partition(".")[2].rpartition(".")[0] + ".Dora": bank for bank in homes if bank.has_gain}
     gates = {bank.kind: bank.update_kind for bank in homes if bank.gates}
+    if any(bank.has_gain for bank in homes):
+        gates["Scale"] = Scale.update_kind
     entries: dict[str, Entry] = {}
     left = set(file.own)
     for path, place, block in (site for row in read_description(file)["passes"] for site in row["sites"]):
@@ -294,11 +298,12 @@ def _by_layer(file: AdapterFile, homes: Sequence[Bank]) -> AdapterFile:
             tensors = {"gate": own["weight"]}
             entries[block] = Entry(path, path, "", gate.name, tensors, 1.0, 0, method=gate.method, options=side)
             continue
-        if bank is None or own.keys() != {*bank.parameters, "scale"} or own["scale"].numel() != 1:
+        parameters = {"down", "up", "magnitude"} if bank is not None and bank.has_gain else set(bank.parameters if bank else ())
+        if bank is None or own.keys() != {*parameters, "scale"} or own["scale"].numel() != 1:
             return file
         left -= {f"{block}.{key}" for key in own}
         own["magnitude"], scale = own["magnitude"].flatten(), float(own.pop("scale"))
-        kind = f"{bank.update_kind.name}{' by input' if bank.dim else ''}"
+        kind = "dora" if bank.has_gain else f"{bank.update_kind.name}{' by input' if bank.dim else ''}"
         entries.setdefault(block, Entry(path, path, "", kind, own, scale, len(own["down"]), param=bank.param))
     return file if left else replace(file, entries=tuple(entries.values()), own={})
 

@@ -59,6 +59,7 @@ class Adapters(SlotState):
             raise SpecError("no pass here has slots: apply one that has, such as load_pass('lora', at=..., rank=16, slots=4)")
         self.locks = get_locks(module)
         self.watchers = [m for m in module.modules() if callable(getattr(m, "switched", None))]
+        self.bases.note((), self.there)  # now, and not when they are asked for first
 
     # --- what a package of another kind does in its own way
 
@@ -125,8 +126,10 @@ class Adapters(SlotState):
         SpecError. Tensors of the slots may be written too, as an optimizer does, and what is merged is made anew at the end; an
         error does not put them back, only what `load`, `use`, `unload`, `load_adapter` did. Raises SpecError within a call.
         """
-        with self._changing(whole=True):
+        with self._changing(whole=True) as write:
             yield
+            with torch.no_grad():
+                self._remake_gains(write)
 
     @property
     def names(self) -> list[str]:
@@ -415,6 +418,8 @@ class Adapters(SlotState):
             raise SpecError("use(...) is not allowed inside a block of adapters.using(...): call it before or after that block")
         with self._changing() as write:
             rows = self._rows(what)
+            if self.bases.find_changed():
+                self._remake_gains(write)
             for p, (table, entries, which) in rows.tables().items():
                 weights = self._table(p, "weights")
                 write(weights if rows.single else weights[: len(table)], table)
@@ -447,6 +452,9 @@ class Adapters(SlotState):
                 "adapters.using(...) is not supported with merge='live', whose weights have one choice merged: call use(...) "
                 "between calls, or lower without merge='live'"
             )
+        if self.bases.find_changed():
+            with self._changing(whole=True) as write, torch.no_grad():
+                self._remake_gains(write)
         with read_lock(self.locks):
             choice = self._rows(what)
             choice.tables()  # now, where one is gone

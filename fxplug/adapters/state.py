@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..core.locks import check_change, fill_lock, read_lock, write_lock
 from ..core.torch_internals.tensors import version
 from .banks import Bank, check_name
 from .files import Fit
+from .gains import BaseVersions, list_gained, make_gains
 from .rows import Slots, choose_slots
 
 Write = Callable[[Tensor, Any], Any]  # puts a number or a tensor into a tensor of the slots
@@ -245,6 +246,34 @@ class SlotState(Slots):
                         "prepare it again"
                     )
                 write(bank.views(key, tensor, slot)[tuple(slice(n) for n in value.shape)], value)
+            gained = [bank for bank, key, *_ in ready.rows[p] if key == "magnitude" and bank.has_gain]
+            for bank in gained:
+                self._write_gain(bank, slot, write)
+            self.bases.note(gained, self._find_base)
+
+    @cached_property
+    def bases(self) -> BaseVersions:
+        """The weights of which the gains in the slots were made; those that are there when it is first asked for."""
+        made = BaseVersions(self.banks)
+        made.note([bank for bank in made.banks if list_gained(bank, self.there)], self._find_base)
+        return made
+
+    def _find_base(self, name: str) -> Tensor | None:
+        """Return a weight by name, and where a live merge has put another one in its place that of the base."""
+        found = [w.find_base(self.module, name) for w in self.watchers if callable(getattr(w, "find_base", None))]
+        return next((tensor for tensor in found if tensor is not None), self.there(name))
+
+    def _write_gain(self, bank: Bank, slot: int, write: Write) -> None:
+        for key, value in make_gains(bank, slot, self._find_base).items():
+            write(bank.views(key, self.tensor(bank.names[key]), slot), value)
+
+    def _remake_gains(self, write: Write) -> None:
+        """Make the gains of all slots anew, of the base as it is now."""
+        for bank in self.bases.banks:
+            slots = list_gained(bank, self.there) if self.there(f"{bank.path}.weight") is not None else []
+            for slot in slots:
+                self._write_gain(bank, slot, write)
+            self.bases.note([bank] if slots else [], self._find_base)
 
     def _publish(self, name: str, slots: Mapping[str, int], used: Mapping[str, Tensor], write: Write) -> None:
         """Write a name, and how much is taken of it: as before, also where a pass had nothing of it until now."""

@@ -192,7 +192,7 @@ class Entry:
         return low_rank.decompose(value + update, self.tensors["magnitude"].float().to(value.device), dim)
 
     def as_lora(self, shape: Sequence[int]) -> Entry:
-        """Return the same update of a weight of that shape as one of kind "lora", in float32, exact up to rounding.
+        """Return the same update of a weight of that shape as one of kind "lora", in float32 or float64, exact up to rounding.
 
         A Hadamard product of ranks r and s has rank r * s, and so has a Kronecker product, of which a factor that is not
         decomposed counts with its shorter side. Raises ArtifactError for a kind with a bias or magnitude.
@@ -202,7 +202,7 @@ class Entry:
         if self.product_rank() * (shape[0] + math.prod(shape[1:])) > max(PRODUCT, 4 * math.prod(shape)):
             rank = self.product_rank()
             raise ArtifactError(f"'{self.name}' is {self.kind}, which is too large as one low-rank product of rank {rank}")
-        t = {name: tensor.float() for name, tensor in self.tensors.items()}
+        t = {name: tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for name, tensor in self.tensors.items()}
         kind = self.update_kind
         if kind.join is None or not self.is_low_rank:
             raise ArtifactError(
@@ -212,6 +212,12 @@ class Entry:
         up, down = kind.join(*first, *second)
         tensors = {"down": down.reshape(-1, *shape[1:]), "up": up.reshape(shape[0], -1, *[1] * (len(shape) - 2))}
         return replace(self, kind="lora", tensors=tensors, rank=up.shape[1])
+
+    def without_magnitude(self) -> Entry:
+        """Return the low-rank product alone of an update with magnitudes."""
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name != "magnitude"}
+        word = self.kind.partition("+")[0].partition(" ")[0]
+        return replace(self, kind="lora" if word == "dora" else word, tensors=tensors)
 
     def as_one_group(self) -> Entry:
         """Return the LoRA of a grouped convolution with one `down` for all groups, as in LyCORIS: exact.

@@ -14,7 +14,7 @@ _FILES = {
     "bottleneck": ["Adapter"],
     "control": ["Add", "Gate"],
     "freeu": ["FreeU"],
-    "gathered": ["GatheredLora"],
+    "gathered": ["GatheredDora", "GatheredLora"],
     "head": ["Head"],
     "image_attention": ["ImageAttention", "as_tokens"],
     "loha": ["Loha"],

@@ -108,6 +108,7 @@ class Dora(LoraWeight):
         ranked=("up",),
     )
     neutral = True
+    by_sample = "fxplug.blocks:GatheredDora"
 
     def __init__(
         self,

@@ -208,8 +208,9 @@ def _facts(module: TracedModule) -> dict[str, Any]:
                 "this module has its adapters merged into its weights, and a package cannot merge them again when they change: "
                 "export what it was lowered from, module.meta['source']"
             )
-        facts["banks"] = {name: [bank.plainly() for bank in banks] for name, banks in adapters.banks.items()}
-        names = [name for banks in adapters.banks.values() for bank in banks for name in bank.names.values()]
+        found = {name: [bank.without_magnitude() for bank in banks] for name, banks in adapters.banks.items()}
+        facts["banks"] = {name: [bank.plainly() for bank in banks] for name, banks in found.items()}
+        names = [name for banks in found.values() for bank in banks for name in bank.names.values()]
         facts["where"] = {name: adapters.where.get(name, name) for name in names}
     return facts
 

@@ -7,13 +7,13 @@ import os
 import threading
 import weakref
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..adapters.contents import ModelLayer
+from ..adapters.contents import ModelLayer, has_dora
 from ..adapters.slots import Adapters
 from ..adapters.writing import About
 from ..blocks.base import describe_other_batch, read_count
@@ -65,6 +65,15 @@ class PackageAdapters(Adapters):
     def shapes(self) -> dict[str, Any]:
         """Return nothing: the weights of the whole model belong to the program."""
         return {}
+
+    def check_bases(self, names: Collection[str]) -> None:
+        """Raise FxplugError where weights of these names are to be written, and gains in the slots were made of them."""
+        for bank in (bank for rows in self.banks.values() for bank in rows if bank.has_gain):
+            if made := {f"{bank.path}.weight", f"{bank.path}.bias"}.intersection(names):
+                tensors = {key: self.tensor(name) for key, name in bank.names.items()}
+                slots = ({key: bank.views(key, value, slot) for key, value in tensors.items()} for slot in range(bank.slots))
+                if any(map(has_dora, slots)):
+                    raise FxplugError(f"an adapter in the slots has DoRA, whose gain was made of {min(made)}: unload it first")
 
     def about(self) -> About:
         rows = [bank for banks in self.banks.values() for bank in banks]
@@ -188,6 +197,8 @@ class Package(ExportedModel):
             ready[name] = value.detach().to(self.device, dtype).contiguous()
             if dtype.is_floating_point and not bool(torch.isfinite(ready[name]).all()):
                 raise FxplugError(f"{name} has values that are not finite")
+        if self._adapters is not None:
+            self._adapters.check_bases(ready)
         with write_lock(self._locks), torch.no_grad():
             for name in self.tensors.keys() & ready.keys():
                 self.tensors[name].copy_(ready.pop(name))

@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from ..adapters.banks import Bank
 from ..adapters.slots import Adapters
 from ..blocks import list_update_kinds
+from ..blocks.gathered import GatheredDora
 from ..core.errors import DEFAULT, ArtifactError, Limits, quote
 from ..core.reading import Raises, check_format, make_reporter, open_archive, parse_json, read_member
 from ..core.weight_files import read_header, read_tensors
@@ -38,7 +39,7 @@ class ManifestEntry(BaseModel):
 
 
 def _parameter(name: str) -> str:
-    if not any(name in kind.tensors for kind in list_update_kinds().values()):
+    if name not in GatheredDora.gains and not any(name in kind.tensors for kind in list_update_kinds().values()):
         raise ValueError(f"{quote(name)} is not a parameter of a slot")
     return name
 
@@ -191,7 +192,8 @@ def check_slots(adapters: Adapters) -> None:
                 for key, each in bank.names.items():
                     tensor = adapters.tensor(each)
                     part = bank.views(key, tensor, 0)
-                    room = tensor.shape[0] == bank.slots if bank.is_stacked else part.shape[1] == bank.rank
+                    inner = not bank.is_stacked and key in ("down", "up")
+                    room = part.shape[1] == bank.rank if inner else key == "bias" or tensor.shape[0] == bank.slots
                     if not room or not part.is_floating_point() or not part.numel():
                         raise ValueError(f"{quote(each)} must have {bank.slots} slots of rank {bank.rank}")
     except (KeyError, IndexError, RuntimeError, ValueError) as error:

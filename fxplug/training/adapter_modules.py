@@ -46,7 +46,7 @@ def list_adapter_passes(module: TracedModule) -> list[dict[str, Any]]:
     entries = [entry for entry in module.meta.get("passes", []) if entry["train"]]
     for entry in entries:
         kinds = {type(module.get_submodule(site["block"])) for site in entry["sites"] if site["block"]}
-        if GatheredLora in kinds:  # whose gates are two
+        if any(issubclass(kind, GatheredLora) for kind in kinds):  # whose gates are two
             raise SpecError(
                 f"pass '{entry['name']}' has per_sample, with which many adapters cannot be trained: leave per_sample out "
                 "here, and load what is trained into a module that has it",

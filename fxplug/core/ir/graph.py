@@ -382,6 +382,17 @@ class SampleTable:
         raise NotImplementedError
 
 
+def notify_loaded(module: nn.Module, result: Any) -> Any:
+    """Tell the blocks of a module that its weights were loaded: `after_load` of one makes anew what it has made of them.
+
+    Returns the result of the loading.
+    """
+    for block in module.modules():
+        if callable(make_anew := getattr(block, "after_load", None)):
+            make_anew(module)
+    return result
+
+
 def find_tables(graph: fx.Graph, module: nn.Module) -> list[fx.Node]:
     """Return the calls of blocks that may have an entry for each sample."""
     calls = graph.find_nodes(op="call_module")

@@ -112,13 +112,28 @@ def _by_sample(gm: TracedModule, p: Pass) -> Pass:
         if not (other := getattr(block, "by_sample", "")):
             name = getattr(block, "__name__", "a rule without a block")
             raise SpecError(
-                f"{p.name}: per_sample is for adapters beside their layers, as in the pass lora, and {name} has none by "
-                "sample: leave per_sample out",
+                f"{p.name}: per_sample is for adapters beside their layers, as in the passes lora and dora, and {name} has "
+                "none by sample: leave per_sample out",
                 where=p.where,
             )
+        match = rule.match
+        if rule.place == "param":  # the block acts beside the layers whose parameter it maps without per_sample
+            if rule.port not in (None, "weight"):
+                raise SpecError(
+                    f"{p.name}: with per_sample an adapter acts on a layer's result, which {quote(rule.port)} alone does not "
+                    "give: leave param out, or per_sample",
+                    where=p.where,
+                )
+            known: tuple[str, ...] = getattr(import_target(other, rule.where), "layers", ())
+            classes = tuple(one for one in match.module if one in known) if match.module else known
+            if not classes:
+                raise SpecError(
+                    f"{p.name}: per_sample is for {', '.join(known)}, not {', '.join(map(str, match.module))}", where=p.where
+                )
+            match = replace(match, module=classes, bare=False)
         args = ("x", "y", f"{GATES}:out[0]", f"{GATES}:out[2]")
         made = {**rule.options, "per_sample": p.per_sample}
-        rules.append(replace(rule, use=other, place="after", args=args, options=made))
+        rules.append(replace(rule, match=match, use=other, place="after", port=None, args=args, options=made))
     return replace(p, networks={**p.networks, GATES: gates}, rules=rules)
 
 

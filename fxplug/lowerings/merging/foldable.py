@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from ...blocks.base import CONVOLUTIONS, Gates, LowRank
+from ...blocks.gathered import GatheredDora
 from ...blocks.lora import Lora
 from ...blocks.lora_weight import Dora
 from ...blocks.scale import Scale, Ssf
@@ -95,6 +96,8 @@ class FoldableGraph:
     def concerns_bias(self, step: FoldStep) -> bool:
         """Return whether a step changes a layer's bias too."""
         block = self.tree.get_submodule(step.block) if step.place == "after" else None
+        if isinstance(block, GatheredDora):
+            return block.biased
         return step.place == "param" or isinstance(block, (Scale, Ssf)) or (isinstance(block, Lora) and block.bias)
 
     def module(self, layer: Layer) -> None:
@@ -160,7 +163,7 @@ class FoldableGraph:
     def gives_bias(self, steps: Iterable[FoldStep]) -> bool:
         """Return whether a layer without a bias gets one when the blocks are folded."""
         blocks = [self.tree.get_submodule(step.block) for step in steps if self.concerns_bias(step)]
-        return any(not isinstance(block, Scale) for block in blocks)
+        return any(not isinstance(block, (Scale, GatheredDora)) for block in blocks)
 
     def mapped(self, value: Any) -> tuple[str, tuple[FoldStep, ...], list[nn.Module | None]]:
         """Return the parameter that a node reads, the blocks that are folded into it, and those that remain on its way."""
@@ -215,7 +218,7 @@ class FoldableGraph:
             if self.takes(user):
                 via = scaled is not None and isinstance(block, Lora) and find_inner(user.args[0]) is scaled
                 reason = self.fits(block, user, layer, scaled if via else x)
-                if reason is None and left and not (isinstance(block, Lora) and all(map(sums, left))):
+                if reason is None and left and not (sums(block) and all(map(sums, left))):
                     reason = "it is after a block of another pass, which is not merged: merge that one too"
                 if reason is None:
                     steps.append(FoldStep(str(user.target), "after", user, str(scaled.target) if via and scaled else ""))
@@ -287,7 +290,7 @@ def _gives_tensors(node: fx.Node) -> bool:
 
 def sums(block: nn.Module | None) -> bool:
     """Return whether a block adds a term that does not depend on the value: such blocks commute."""
-    return isinstance(block, (LowRank, Delta)) and not isinstance(block, Dora)
+    return isinstance(block, (LowRank, Delta)) and not isinstance(block, (Dora, GatheredDora))
 
 
 def between(node: fx.Node) -> set[fx.Node]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...blocks.base import Table, check_values
+from ...blocks.gathered import GatheredDora
 from ...blocks.lora import Lora
 from ...blocks.low_rank import view_slot
 from ...blocks.scale import Scale
@@ -26,7 +27,7 @@ from ...core.spec.rules import GATES
 from ...core.torch_internals.modules import without_compiler
 from ..lowering import KeptBases, LoweredForm, find_source_tensor
 from .fold import FoldPlan, check_unlowered, find_slotted, get_uniform_gates
-from .updates import ParameterUse, add_lora, choose_accumulator, get_weight, map_parameter, multiply_layer
+from .updates import ParameterUse, add_lora, choose_accumulator, fold_gains, get_weight, map_parameter, multiply_layer
 
 HOME = "shadows"  # where the base weights lie in the module tree
 Parts = list[tuple[float, int, list[Tensor]]]  # of a bank: how much of which slot, and what that holds
@@ -125,6 +126,12 @@ class Shadows(ResultWatcher, KeptBases):
     def bases(self, root: TracedModule) -> dict[int, nn.Parameter]:
         return {id(find_source_tensor(root, row.name)): self.get_parameter(row.base) for row in self.rows}
 
+    def find_base(self, root: nn.Module, name: str) -> nn.Parameter | None:
+        """Return the base of a weight of the module that this is a part of; None where that is no merged one."""
+        originals = getattr(root, "meta", {}).get("originals", {})
+        row = next((row for row in self.rows if originals.get(row.name, row.name) == name), None)
+        return None if row is None else self.get_parameter(row.base)
+
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         self.state.clear()  # the weights may have been loaded too
@@ -196,6 +203,9 @@ class Shadows(ResultWatcher, KeptBases):
             if isinstance(block, Scale):
                 value = multiply_layer(value, block.combine(weights), place, row.kind)
                 continue
+            if isinstance(block, GatheredDora):
+                value = fold_gains(value, block, weights, value.dim() == 1, row.kind)
+                continue
             assert isinstance(block, Lora)
             last = index == len(parts) - 1 and value.dtype == shadow.dtype and shadow.is_contiguous()
             turned = row.kind == "TransposedLinear"
@@ -220,7 +230,11 @@ def _slot(block: nn.Module, slot: int) -> list[Tensor]:
     assert isinstance(block, Lora)
     down, up = get_weight(block.down).detach(), get_weight(block.up).detach()
     groups = 0 if block.kind == "Embedding" else block.geometry.get("groups", 1)
-    return [view_slot(down, slot, block.slots, groups), view_slot(up, slot, block.slots)]
+    halves = [view_slot(down, slot, block.slots, groups), view_slot(up, slot, block.slots)]
+    if isinstance(block, GatheredDora):
+        parts = [*halves, *(getattr(block, name).detach()[slot] for name in block.gains[: 1 + block.biased])]
+        return [*parts, torch.stack([part.any() for part in parts])]
+    return halves
 
 
 def _parts(block: nn.Module, gates: list[float]) -> Parts:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ...blocks.gathered import GatheredDora
 from ...blocks.lora import Lora
 from ...core.errors import FxplugError
 from ...core.ir.comparison import REWRITTEN, is_close
@@ -88,6 +89,8 @@ def noise(block: Lora) -> Lora:
         for name, b in module._buffers.items():
             if b is not None:
                 module._buffers[name] = torch.ones(b.shape, dtype=torch.float64)
+    if isinstance(copied, GatheredDora):
+        nn.init.zeros_(copied.gain)
     if copied.bias:
         nn.init.zeros_(copied.up.bias)  # type: ignore[arg-type]
     return copied

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
+from ...blocks.gathered import GatheredDora
 from ...blocks.lora import Lora
 from ...blocks.low_rank import repeat_gates, split_groups
 from ...blocks.scale import Scale, Ssf
@@ -76,6 +77,9 @@ def _factors(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> tuple[Ten
     down, up = get_weight(block.down), get_weight(block.up)
     groups = block.geometry.get("groups", 1)
     down, up = split_groups(down.T if block.kind == "Embedding" else down, groups), split_groups(up, groups)
+    if isinstance(block, GatheredDora):
+        gain = (1 + block.gain.to(dtype)).T.repeat_interleave(up.shape[2] // block.slots, 1)
+        up = up.to(dtype) * split_groups(gain, groups)
     if gates is None:
         return down.to(dtype) * block.scale.to(dtype), up.to(dtype)
     # the slots follow each other within each group; those that are not in use cost nothing
@@ -102,6 +106,9 @@ def fold_block(
     dtype, part, kind = value.dtype, use.part, use.kind
     if isinstance(block, Scale):
         return multiply_layer(value, get_scale(block, gates), step.place, kind)
+    if isinstance(block, GatheredDora):
+        assert gates is not None
+        return fold_gains(value, block, gates, part == "bias", kind)
     whole = part == "bias" or kind == "Embedding"  # what is added to the result is added to this
     if isinstance(block, Lora):
         if part == "weight":
@@ -117,6 +124,18 @@ def fold_block(
     return value + block.shift.to(dtype) if whole else value
 
 
+def fold_gains(value: Tensor, block: GatheredDora, gates: Tensor, is_bias: bool, kind: str) -> Tensor:
+    """Return a layer's weight or bias in its accumulator's dtype, with the updates and the gains of a bank folded in.
+
+    `gates` has how much is taken of each slot, (slots,).
+    """
+    taken = gates.to(value)
+    factor = 1 + taken @ block.gain.to(value.dtype)
+    if is_bias:
+        return value * factor + taken @ block.shift.to(value.dtype)
+    return add_lora(multiply_layer(value, factor, "after", kind), block, gates, transposed=kind == "TransposedLinear")
+
+
 def get_scale(block: nn.Module, gates: Tensor | None) -> Tensor:
     """Return the factors of the channels that a `Scale` has, or those of its slots of which so much is taken."""
     assert isinstance(block, Scale)
@@ -128,7 +147,7 @@ def multiply_layer(value: Tensor, scale: Tensor, place: str, kind: str) -> Tenso
     scale = scale.to(value.dtype)
     if place == "before":
         return value * scale.view(1, -1, *[1] * (value.dim() - 2))
-    return value * (scale if kind == "Embedding" else scale.view(-1, *[1] * (value.dim() - 1)))
+    return value * (scale if kind in ("Embedding", "TransposedLinear") else scale.view(-1, *[1] * (value.dim() - 1)))
 
 
 def map_parameter(value: Tensor, block: nn.Module, gates: Tensor) -> Tensor:
