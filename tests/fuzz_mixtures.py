@@ -16,6 +16,8 @@ COST = 20
 RANK, SLOTS, MOST = 6, 6, 3
 KINDS = ("lora", "dora", "loha", "lokr", "loha+dora", "ia3")
 GATES = {"peft_type": "IA3", "feedforward_modules": [], "target_modules": "all-linear"}  # what PEFT's file needs beside it
+GROUPS = ["picture", "grouped", "tokens", "vector", "table"]  # layers with strengths of their own
+Row = float | fxplug.Strength
 Own = dict[str, tuple[str, dict[str, Tensor]]]  # the kind and tensors of an adapter by layer
 
 
@@ -60,7 +62,7 @@ def draw_update(layer: nn.Module, kind: str, pick: random.Random, gen: torch.Gen
     if kind == "ia3":
         return {"ia3_l": 1 + normal(*([out, 1] if isinstance(layer, nn.Linear) else [1, out, *tail]))}
     if kind.startswith("loha"):
-        rank = pick.randint(1, 2)
+        rank = pick.randint(1, 2) if getattr(layer, "groups", 1) == 1 else 1  # a product's rank is its square
         sizes = {"a": (out, rank), "b": (rank, inner)}
         made = {f"hada_w{i}_{half}": normal(*size) for i in (1, 2) for half, size in sizes.items()}
     elif kind == "lokr":
@@ -127,7 +129,15 @@ def write_state(own: Own, dtype: torch.dtype) -> dict[str, Tensor]:
     return state
 
 
-def make_alone(model: nn.Module, row: dict[str, float], adapters: dict[str, Own]) -> nn.Module:
+def take(strength: Row, layer: str) -> float:
+    """How much of an adapter a layer takes."""
+    if not isinstance(strength, fxplug.Strength):
+        return strength
+    blocks = strength.blocks or {}
+    return strength.value * blocks.get(layer, blocks.get("**", 1.0))
+
+
+def make_alone(model: nn.Module, row: dict[str, Row], adapters: dict[str, Own]) -> nn.Module:
     """The model with the weights that one mixture makes of it: its differences times their strengths added up."""
     made = copy.deepcopy(model).double()
     for name, layer in made.named_modules():
@@ -137,16 +147,25 @@ def make_alone(model: nn.Module, row: dict[str, float], adapters: dict[str, Own]
             if name not in adapters[adapter]:
                 continue
             one, two = change(base, *adapters[adapter][name])
-            weight.data += strength * one  # type: ignore[union-attr]
+            weight.data += take(strength, name) * one  # type: ignore[union-attr]
             if two is not None and bias is not None:
-                bias.data += strength * two
+                bias.data += take(strength, name) * two
     return made
 
 
-def draw_rows(pick: random.Random, names: list[str], batch: int) -> list[dict[str, float]]:
-    """Mixtures, some of nothing; strengths are numbers that every dtype has."""
+def draw_strength(pick: random.Random, groups: bool) -> Row:
+    """A number that every dtype has, with `groups` sometimes by block."""
+    value = pick.choice([1.0, 0.5, -0.25, 0.0, 2.0])
+    if not groups or pick.random() < 0.5:
+        return value
+    names = (["**"] if pick.random() < 0.3 else []) + pick.sample(GROUPS, pick.randint(0, 3))
+    return fxplug.Strength(value, {name: pick.choice([0.0, 0.5, -1.0, 1.0]) for name in names})
+
+
+def draw_rows(pick: random.Random, names: list[str], batch: int, groups: bool = False) -> list[dict[str, Row]]:
+    """Mixtures, some of nothing."""
     some = [pick.sample(names, pick.randint(0, min(MOST, len(names)))) for _ in range(batch)]
-    return [{name: pick.choice([1.0, 0.5, -0.25, 0.0, 2.0]) for name in row} for row in some]
+    return [{name: draw_strength(pick, groups) for name in row} for row in some]
 
 
 def load(module: Any, adapters: dict[str, Own], dtype: torch.dtype) -> None:
@@ -157,7 +176,7 @@ def load(module: Any, adapters: dict[str, Own], dtype: torch.dtype) -> None:
             module.adapters.load(name, write_state(own, dtype), config=gates)
 
 
-def measure(got: Tensor, model: nn.Module, rows: list[dict[str, float]], adapters: dict[str, Own], call: Any) -> float:
+def measure(got: Tensor, model: nn.Module, rows: list[dict[str, Row]], adapters: dict[str, Own], call: Any) -> float:
     """How far the samples of a batch are from the same samples with their weights alone, over the largest value."""
     worst, size = 0.0, 1.0
     for i, row in enumerate(rows):
@@ -175,17 +194,26 @@ def miss(seed: int) -> str:
     model = Mixed(pick).eval().to(dtype)
     gm = fxplug.trace(model, draw_call(4, seed, dtype))
     slots, each = pick.randint(2, SLOTS), pick.randint(1, MOST)
-    new = fxplug.apply(gm, fxplug.load_pass("dora", at="**", rank=RANK, slots=slots, per_sample=min(each, slots)))
+    groups = pick.choice([None, GROUPS])
+    slot = fxplug.load_pass("dora", at="**", rank=RANK, slots=slots, per_sample=min(each, slots), groups=groups)
+    new = fxplug.apply(gm, slot)
     adapters = {f"a{i}": draw_adapter(model, pick.choice(KINDS), seed * 100 + i) for i in range(slots)}
     adapters = {name: own for name, own in adapters.items() if own}
     try:
         load(new, adapters, dtype)
         for turn in range(3):
             batch = pick.randint(1, 5)
-            rows = [dict(list(row.items())[: min(each, slots)]) for row in draw_rows(pick, list(adapters), batch)]
+            rows = [dict(list(row.items())[: min(each, slots)]) for row in draw_rows(pick, list(adapters), batch, bool(groups))]
             call = draw_call(batch, seed + turn, dtype)
-            with new.adapters.using(rows):
+            if turn == 2 and rows[0]:  # what a row takes stays, of what is put in again
+                new.adapters.use(rows)
+                name = next(iter(rows[0]))
+                gates = GATES if "ia3" in {kind for kind, _ in adapters[name].values()} else None
+                new.adapters.load(name, write_state(adapters[name], dtype), config=gates, replace=True)
                 got = new(*call)
+            else:
+                with new.adapters.using(rows):
+                    got = new(*call)
             if (far := measure(got, model, rows, adapters, call)) > bound:
                 kinds = {name: {kind for kind, _ in own.values()} for name, own in adapters.items()}
                 return f"{seed}: {far:.1e} from the samples alone, {dtype}, {rows}, {kinds}"

@@ -176,7 +176,7 @@ def test_other_forms_of_the_module_give_the_same():
 @pytest.mark.parametrize("to", ["onnx", pytest.param("aoti", marks=pytest.mark.slow)])
 def test_exports_choose_by_sample(to, tmp_path):
     gm = fxplug.trace(nn.Sequential(nn.Linear(6, 5)).eval(), torch.randn(4, 6, generator=torch.Generator().manual_seed(0)))
-    new = fxplug.apply(gm, fxplug.load_pass("dora", at="**", rank=2, slots=5, per_sample=2))
+    new = fxplug.apply(gm, fxplug.load_pass("dora", at="**", rank=2, slots=5, per_sample=2, groups=["0"]))
     halves = [torch.randn(2, 2, 6, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     for name, (down, up) in zip("abc", halves, strict=True):
         new.adapters.load(name, {"0.lora_A.weight": down, "0.lora_B.weight": up[:, :5].T.contiguous()})
@@ -185,12 +185,13 @@ def test_exports_choose_by_sample(to, tmp_path):
     dora["0.lora_magnitude_vector.weight"] = torch.full((5,), 1.5)
     new.adapters.load("d", dora)
     new.adapters.load("e", {"0.ia3_l": torch.full((5, 1), 0.5)}, config=gates)
+    half = fxplug.Strength(1.0, {"0": 0.5})
     new.adapters.use("a")
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(9))
     path = fxplug.export(new, tmp_path, x, to=to).path
     exported = fxplug.load_onnx(path) if to == "onnx" else fxplug.load_package(path, trusted=True)
     exported.adapters.unload("c")
-    for what in ("a", [{"a": 0.5, "b": 1.0}, "b", None, "a"], None, [{"d": 0.5, "e": 1.0}, "e", None, {"d": 1.0, "a": 2.0}]):
+    for what in ("a", [{"a": 0.5, "b": 1.0}, "b", None, "a"], None, [{"d": half, "e": 1.0}, "e", None, {"d": half, "a": 2.0}]):
         new.adapters.use(what)
         exported.adapters.use(what)
         torch.testing.assert_close(exported(x), new(x), rtol=1e-5, atol=1e-5)

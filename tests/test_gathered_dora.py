@@ -53,7 +53,7 @@ def test_random_kinds_ranks_and_mixtures_are_as_alone(seed):
 
 @torch.no_grad()
 def test_forms_of_the_module_give_the_same(tmp_path):
-    new, rng, calls = slotted(), random.Random(0), 0
+    new, rng, calls = slotted(groups=fuzz_mixtures.GROUPS), random.Random(0), 0
     call = draw_call(4, 0, torch.float32)
     assert torch.equal(new(*call), traced()(*call))
 
@@ -65,15 +65,18 @@ def test_forms_of_the_module_give_the_same(tmp_path):
     compiled = torch.compile(new, backend=backend, fullgraph=True)
     fxplug.save(new, tmp_path / "saved")
     forms = [compiled, fxplug.load(tmp_path / "saved"), fxplug.lower(new, fuse="fused")]
+    schedule = fxplug.Schedule([(0, fxplug.Strength(1.0, {"picture": 0.5})), (0.5, 0.25)], between="linear")
     for turn in range(6):
-        rows = draw_rows(rng, NAMES, 4)
+        rows = draw_rows(rng, NAMES, 4, groups=True)
+        rows[0] = {"a1": schedule.at(turn / 5), "a3": -1.0}
         for form in forms:
             with form.adapters.using(rows) if form is not compiled else new.adapters.using(rows):
                 assert far(form, rows, turn) < 1e-5
-    assert calls == 1  # over kinds, mixtures and strengths
-    mixed = {"a1": 0.5, "a5": -1.0, "a0": 2.0}
+    assert calls == 1  # over kinds, mixtures, strengths and steps of a schedule
+    mixed = {"a1": fxplug.Strength(0.5, {"picture": 2.0, "vector": 0.0}), "a5": -1.0, "a0": fxplug.Strength(2.0, {"**": 0.5})}
     new.adapters.use(mixed)
     assert far(fxplug.merge(new), [mixed] * 4) < 1e-5
+    assert far(fxplug.merge(new, adapters=mixed), [mixed] * 4) < 1e-5
     live = fxplug.lower(new, merge="live")
     assert far(live, [mixed] * 4) < 1e-5
     live.adapters.unload("a1")

@@ -139,7 +139,7 @@ def test_adapters_of_a_pipeline_are_in_slots(traced, folder):
     assert torch.equal(_picture(ours), traced[1])
     ours.load_lora_weights(folder / "ink", adapter_name="ink")
     assert not torch.equal(_picture(ours), traced[1]) and ours.unet.active_adapters() == ["ink"]
-    with pytest.raises(fxplug.SpecError, match="slots have one strength for all layers"):
+    with pytest.raises(fxplug.SpecError, match="needs groups of layers, and 'lora' has none"):
         ours.set_adapters("ink", {"unet": {"down": 0.3}})
     with pytest.raises(fxplug.SpecError, match="'ink' is loaded already"):
         ours.load_lora_weights(folder / "ink", adapter_name="ink")

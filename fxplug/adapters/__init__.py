@@ -15,6 +15,8 @@ EXTENSION = Extension(
         "inspect_adapter": "fxplug.adapters.inspection:inspect_adapter",
         "load_adapter": "fxplug.adapters.loading:load_adapter",
         "Prepared": "fxplug.adapters.state:Prepared",
+        "Schedule": "fxplug.adapters.strengths:Schedule",
+        "Strength": "fxplug.adapters.strengths:Strength",
         "Rows": "fxplug.adapters.rows:Rows",
         "Adapters": "fxplug.adapters.slots:Adapters",
         "save_adapter": "fxplug.adapters.writing:save_adapter",

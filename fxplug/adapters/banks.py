@@ -28,7 +28,7 @@ class Bank:
     (Linear, Conv2d, Embedding), or the `make_kind_key` of any other block, and `param` the parameter that this maps; `shape` is
     the parameter's, `dim` that of the channels that have magnitudes. The layer of one that is `transposed` holds its weight as
     (in, out); `shape` is (out, in), but that of a change of the whole. With `experts` it is (experts, n, m), and an update for
-    each of them.
+    each of them. `group` is that of a pass's groups of layers.
     """
 
     path: str
@@ -43,6 +43,7 @@ class Bank:
     dim: int = 0
     transposed: bool = False
     experts: int = 0
+    group: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)  # of a block without slots: what the tensors mean there
 
     __repr__ = format_fields

@@ -15,9 +15,11 @@ from ..core.torch_internals.modules import without_watchers
 from ..core.torch_internals.tensors import FakeTensor
 from .banks import Bank, is_finite
 from .loading import check_samples
+from .strengths import Schedule, Strength, get_value, make_factors
 
-TABLE = ("weights", "entries", "which")  # what a choice writes of a table
-Row = dict[str, float]  # of one sample: the weight of each adapter that takes part
+TABLE = ("weights", "entries", "which", "factors")  # what a choice writes of a table
+Row = dict[str, float | Strength]  # of one sample: the weight of each adapter that takes part
+Tables = dict[str, dict[str, Tensor]]  # by pass: what a choice writes into each tensor of the table
 
 
 class Slots(Protocol):
@@ -69,7 +71,7 @@ class Rows:
     def __repr__(self) -> str:
         return f"Rows({cut(repr(self.rows[0] if self.single else self.rows), LONGEST)})"
 
-    def tables(self) -> dict[str, tuple[Tensor, int, Tensor | None]]:
+    def tables(self) -> Tables:
         """Return the tables as `make_tables` does, with the slots that the adapters have now. Raises SpecError as it does, and
         for an adapter that is gone."""
         state = self._read_state()
@@ -109,13 +111,7 @@ class Rows:
         tables = self.tables()
         for name, tensor in self._tensors(lock).items():
             p, _, key = name.rpartition(".gates.table.")
-            table, entries, which = tables[p]
-            if key == "entries":
-                tensor.fill_(entries)
-            else:
-                value = table if key == "weights" else which
-                assert value is not None
-                (tensor if self.single else tensor[: len(value)]).copy_(value)
+            write_rows(tensor, tables[p][key], self.single)
 
     @without_watchers
     def backup(self, lock: StateLock) -> Callable[[], None]:
@@ -164,25 +160,38 @@ def read_rows(adapters: Slots, what: Any) -> tuple[list[Row], bool]:
     return [read_row(known, entry, i) for i, entry in _entries(what)], False
 
 
-def make_tables(adapters: Slots, rows: list[Row], single: bool) -> dict[str, tuple[Tensor, int, Tensor | None]]:
+def write_rows(tensor: Tensor, value: Tensor, single: bool) -> None:
+    """Write rows into the first of a table, or one into all of them; or a number."""
+    (tensor if single or not value.dim() else tensor[: len(value)]).copy_(value)
+
+
+def make_tables(adapters: Slots, rows: list[Row], single: bool) -> Tables:
     """Make the table of each pass from such rows.
 
     Returns:
-        By pass: weights (rows, slots) in the dtype and on the device of its slots, the number of entries, 0 if `single`, and
-            with `per_sample` the slots that each row takes.
+        By pass: `weights` (rows, slots) in the dtype and on the device of its slots, `entries`, their number, 0 if `single`;
+            with `per_sample` `which`, the slots that each row takes, and with `groups` `factors` of these in each group.
 
     Raises:
-        SpecError: For more rows than there is room for, a weight out of range for the dtype, and samples that differ in
-            adapters which change the weight itself.
+        SpecError: For more rows than there is room for, a weight out of range for the dtype, samples that differ in
+            adapters which change the weight itself, and strengths by block where a pass has no groups.
     """
-    made: dict[str, tuple[Tensor, int, Tensor | None]] = {}
+    made: Tables = {}
     for p in adapters.banks:
         weights = check_values(adapters.tensor(f"{p}.gates.table.weights"))
         names = adapters.names_of(p)
         if not single and len(rows) > weights.shape[0]:
             raise SpecError(f"a batch can have entries for at most {weights.shape[0]} samples, not {len(rows)}")
-        table = torch.tensor([[row.get(name, 0.0) if name else 0.0 for name in names] for row in rows])
-        which = adapters.there(f"{p}.gates.table.which")
+        table = torch.tensor([[get_value(row.get(name, 0.0)) if name else 0.0 for name in names] for row in rows])
+        which, factors = adapters.there(f"{p}.gates.table.which"), adapters.there(f"{p}.gates.table.factors")
+        by_block = [strength for row in rows for strength in row.values() if isinstance(strength, Strength)]
+        if by_block and factors is None:
+            raise SpecError(
+                f"a strength by block needs groups of layers, and '{p}' has none: apply the pass with per_sample and "
+                "groups='block'"
+            )
+        entries = torch.tensor(0 if single else len(rows))
+        own = made[p] = {"weights": table.to(weights.device, weights.dtype), "entries": entries}
         if which is not None:
             most, found = which.shape[1], (table != 0).sum(1)
             if (found > most).any():
@@ -191,17 +200,25 @@ def make_tables(adapters: Slots, rows: list[Row], single: bool) -> dict[str, tup
                     f"{where}{int(found.max())} adapters, and '{p}' has room for {most} in a sample: use fewer, or apply the "
                     f"pass with per_sample={int(found.max())}"
                 )
-            which = choose_slots(table, names, most).to(which.device)
-        made[p] = table.to(weights.device, weights.dtype), 0 if single else len(rows), which
-        if not made[p][0].isfinite().all():
+            slots = choose_slots(table, names, most)
+            own["which"] = slots.to(which.device)
+            if factors is not None:
+                kept = vars(adapters).setdefault("_factors", {}).setdefault(p, {})
+                paths = [bank.path for banks in adapters.banks.values() for bank in banks]
+                value = make_factors(rows, names, slots, adapters.banks[p], factors.shape[1], paths, kept)
+                own["factors"] = value.to(factors.device, factors.dtype)
+        if not all(bool(own[key].isfinite().all()) for key in ("weights", "factors") if key in own):
             raise SpecError(f"a weight is out of range for {weights.dtype}, the dtype of the slots of '{p}'")
         mapping = next((bank for bank in adapters.banks[p] if bank.maps), None)
-        if mapping is not None and (made[p][0] != made[p][0][:1]).any():
+        if mapping is not None and (table != table[:1]).any():
             raise SpecError(
                 f"the adapters of '{p}' change weights ({mapping.kind} at '{mapping.path}'), which all samples of a batch "
                 "share: use the same adapters for all samples, or a pass that runs beside its layers, such as lora"
             )
-        apart = (made[p][0] != made[p][0][:1]).any(0).nonzero()[:, 0].tolist()
+        apart = (table != table[:1]).any(0).nonzero()[:, 0].tolist()
+        if by_block:
+            differ = {name for row in rows for name in {*row, *rows[0]} if row.get(name) != rows[0].get(name)}
+            apart = [slot for slot, name in enumerate(names) if name in differ]
         check_samples(p, adapters.banks[p], apart, adapters.tensor, adapters.module)
     return made
 
@@ -245,9 +262,12 @@ def read_row(known: Collection[str], entry: Any, sample: int | None = None) -> R
     except SpecError as error:
         raise SpecError(f"{where}{error.finding}") from None
     for name, value in weights.items():
-        if not is_finite(value):
+        if isinstance(value, Schedule):
+            raise SpecError(f"{where}'{name}' has a Schedule: give the strength that it has at a step, schedule.at(...)")
+        if not isinstance(value, Strength) and not is_finite(value):
             raise SpecError(f"{where}the weight of '{name}' must be a finite number, not {quote(value)}")
-    return {name: float(value) for name, value in weights.items()}
+    kept = {name: value for name, value in weights.items() if isinstance(value, Strength) and value.blocks}
+    return {name: kept.get(name, float(get_value(value))) for name, value in weights.items()}
 
 
 def _entries(what: Any) -> Iterator[tuple[int, Any]]:

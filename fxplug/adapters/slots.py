@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..blocks.base import check_values
 from ..core.errors import DEFAULT, LONGEST, Limits, SpecError, cut, quote
 from ..core.locks import StateLock, check_change, get_choices, get_locks, read_lock, use_choices
 from .banks import Bank, check_name, make_rows
@@ -17,12 +18,13 @@ from .base_weights import warn_on_other_base
 from .contents import read_slots
 from .files import Fit, Source, read
 from .loading import find_tensor, fit_to, list_weights
-from .rows import Rows, check_name_known, read_row, read_rows
+from .rows import TABLE, Rows, check_name_known, make_tables, read_row, read_rows
 from .saved_heads import without_heads
 from .state import Prepared, SlotState
+from .strengths import Strength, get_value, spread_factors
 from .writing import About, FileOptions, Saved, describe_model, make_content, write
 
-Weights = Mapping[str, float]
+Weights = Mapping[str, float | Strength]
 
 
 class Adapters(SlotState):
@@ -144,22 +146,29 @@ class Adapters(SlotState):
         return max(size - (self.there(f"{p}.gates.table.which") is not None) for p, size in sizes.items())
 
     @property
-    def active(self) -> dict[str, float] | list[dict[str, float]]:
-        """Weight of each active adapter, or one such dict for each sample."""
+    def active(self) -> dict[str, float | Strength] | list[dict[str, float | Strength]]:
+        """Strength of each active adapter, or one such dict for each sample: a number, or one with the factors of layers."""
         with read_lock(self.locks, reads=True):
-            tables = {p: (self._table(p, "weights"), int(self._table(p, "entries"))) for p in self.banks}
+            found = {p: {key: self.there(f"{p}.gates.table.{key}") for key in TABLE} for p in self.banks}
+            known = {p: {key: t for key, t in table.items() if t is not None} for p, table in found.items()}
+            tables = {p: {key: check_values(t).cpu() for key, t in table.items()} for p, table in known.items()}
             named = {p: self.names_of(p) for p in self.banks}
-        count = max(entries for _, entries in tables.values())
+        count = max(int(table["entries"]) for table in tables.values())
 
-        def row(index: int) -> dict[str, float]:
-            rows = [
-                (name, value)
-                for p, (weights, _) in tables.items()
-                for name, value in zip(named[p], weights[index].tolist(), strict=True)
-            ]
-            return {name: value for name, value in rows if name and value}
+        def row(index: int) -> dict[str, float | Strength]:
+            made: dict[str, float | Strength] = {}
+            for p, table in tables.items():
+                for slot, (name, value) in enumerate(zip(named[p], table["weights"][index].tolist(), strict=True)):
+                    if name and value and (name not in made or not isinstance(made[name], Strength)):
+                        made[name] = Strength(value, self._read_blocks(p, table, index, slot)) if "factors" in table else value
+            return {name: value if isinstance(value, float) or value.blocks else value.value for name, value in made.items()}
 
         return [row(i) for i in range(count)] if count else row(0)
+
+    def _read_blocks(self, p: str, table: Mapping[str, Tensor], index: int, slot: int) -> dict[str, float]:
+        """Return the factors of layers, but those of one, of what a row takes of a slot."""
+        factors = table["factors"][index][:, table["which"][index] == slot][:, 0].tolist()
+        return {bank.path: factors[bank.group] for bank in self.banks[p] if factors[bank.group] != 1}
 
     def __repr__(self) -> str:
         return f"Adapters({cut(', '.join(self.names), LONGEST // 2) or 'none'}; {self.slots} slots)"
@@ -378,7 +387,7 @@ class Adapters(SlotState):
 
     # --- use
 
-    def rows(self, what: Sequence[Mapping[str, float] | str | None]) -> Rows:
+    def rows(self, what: Sequence[Weights | str | None]) -> Rows:
         """Read the adapters of each sample of a batch once, for calls of `use` or `using` at each step, which then only write
         a table.
 
@@ -406,9 +415,9 @@ class Adapters(SlotState):
         """Choose the adapters that take part in the next calls.
 
         Args:
-            what: A name; names with weights, `{"ink": 0.8, "film": 0.3}`; None for none. A list of these, or an integer tensor
-                (samples,) of positions in `names` with -1 for none, has an entry for each sample of the batch: batches must
-                have that size until another `use`; what `rows` made of one takes least time.
+            what: A name; names with weights, `{"ink": 0.8, "film": 0.3}`, numbers or a `Strength` each; None for none. A list
+                of these, or an integer tensor (samples,) of positions in `names` with -1 for none, has an entry for each sample
+                of the batch: batches must have that size until another `use`; what `rows` made of one takes least time.
 
         Raises:
             SpecError: For an unknown name, a weight that is no finite number, a position out of range, more entries than there
@@ -420,13 +429,10 @@ class Adapters(SlotState):
             rows = self._rows(what)
             if self.bases.find_changed():
                 self._remake_gains(write)
-            for p, (table, entries, which) in rows.tables().items():
-                weights = self._table(p, "weights")
-                write(weights if rows.single else weights[: len(table)], table)
-                write(self._table(p, "entries"), entries)
-                if which is not None:
-                    target = self._table(p, "which")
-                    write(target if rows.single else target[: len(which)], which)
+            for p, values in rows.tables().items():
+                for key, value in values.items():
+                    table = self._table(p, key)
+                    write(table if rows.single or not value.dim() else table[: len(value)], value)
 
     @contextmanager
     def using(self, what: str | Weights | Sequence[Any] | Rows | Tensor | None) -> Iterator[None]:
@@ -468,10 +474,15 @@ class Adapters(SlotState):
             weights: The weight of each adapter.
 
         Returns:
-            By pass: float32 (slots,).
+            By pass: float32 (slots,), or of one with groups (groups, slots), where a strength has blocks.
 
         Raises:
             SpecError: As `use`.
         """
-        row = {"": 0.0, **read_row(self.names, weights)}
-        return {p: torch.tensor([row.get(name, 0.0) for name in self.names_of(p)]) for p in self.banks}
+        row = read_row(self.names, weights)
+        if any(isinstance(value, Strength) for value in row.values()):
+            tables = make_tables(self, [row], True)
+            rows = {p: [own[key][0].cpu() for key in ("weights", "which", "factors")] for p, own in tables.items()}
+            return {p: spread_factors(*own) for p, own in rows.items()}
+        row = {"": 0.0, **row}
+        return {p: torch.tensor([get_value(row.get(name, 0.0)) for name in self.names_of(p)]) for p in self.banks}

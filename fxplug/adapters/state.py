@@ -20,8 +20,10 @@ from .banks import Bank, check_name
 from .files import Fit
 from .gains import BaseVersions, list_gained, make_gains
 from .rows import Slots, choose_slots
+from .strengths import realign
 
 Write = Callable[[Tensor, Any], Any]  # puts a number or a tensor into a tensor of the slots
+Use = tuple[Tensor, Tensor | None]  # how much rows take of a slot, see `_read_use`
 _reserving = threading.Lock()  # for moments, while somebody looks for a free slot
 
 
@@ -190,7 +192,7 @@ class SlotState(Slots):
             if instead is not None:
                 self._clear(self._check_unused(instead), write)
             slots = {p: self._free(p, ready.name) for p in ready.rows}
-            used = {p: self._table(p, "weights")[:, slot].clone() for p, slot in self._slots_of(ready.name).items()}
+            used = {p: self._read_use(p, slot) for p, slot in self._slots_of(ready.name).items()}
             if known:
                 self._clear(self.check_unpinned(ready.name), write)
             self._fill(ready, slots, write)
@@ -275,15 +277,28 @@ class SlotState(Slots):
                 self._write_gain(bank, slot, write)
             self.bases.note([bank] if slots else [], self._find_base)
 
-    def _publish(self, name: str, slots: Mapping[str, int], used: Mapping[str, Tensor], write: Write) -> None:
+    def _publish(self, name: str, slots: Mapping[str, int], used: Mapping[str, Use], write: Write) -> None:
         """Write a name, and how much is taken of it: as before, also where a pass had nothing of it until now."""
         for p, slot in slots.items():
-            write(self._table(p, "weights")[:, slot], used.get(p, next(iter(used.values()), 0)))
+            taken, own = used.get(p) or (next(iter(used.values()))[0] if used else 0, None)
+            write(self._table(p, "weights")[:, slot], taken)
             table = self._table(p, "names")
             raw = list(name.encode().ljust(table.shape[1], b"\0"))
             write(table[slot], torch.tensor(raw, dtype=torch.uint8))
             if used and (which := self.there(f"{p}.gates.table.which")) is not None:
-                write(which, choose_slots(self._table(p, "weights"), self.names_of(p), which.shape[1]))
+                now = choose_slots(self._table(p, "weights"), self.names_of(p), which.shape[1])
+                if (factors := self.there(f"{p}.gates.table.factors")) is not None:
+                    made = realign(factors, which, now)
+                    write(factors, made if own is None else torch.where((now == slot)[:, None], own[:, :, None], made))
+                write(which, now)
+
+    def _read_use(self, p: str, slot: int) -> Use:
+        """Return how much each row takes of a slot, (rows,), and the factors of that in each group, (rows, groups)."""
+        factors, which = (self.there(f"{p}.gates.table.{name}") for name in ("factors", "which"))
+        if factors is not None and which is not None:
+            own = torch.where((which == slot)[:, None], factors, 0)
+            factors = torch.where((which == slot).any(1)[:, None], own.sum(2), 1)
+        return self._table(p, "weights")[:, slot].clone(), factors
 
     def _unname(self, slots: Mapping[str, int], write: Write) -> None:
         """Take the names from slots, and the slots from all rows."""
@@ -301,12 +316,12 @@ class SlotState(Slots):
             return
         before: list[tuple[Tensor, Tensor]] = []
         slots: dict[str, int] = {}
-        used: dict[str, Tensor] = {}
+        used: dict[str, Use] = {}
         with fill_lock(self.locks):
             try:
                 with self._changing() as change:
                     slots |= self._slots_of(self.check_unpinned(self.check_known(name)))
-                    used |= {p: self._table(p, "weights")[:, slot].clone() for p, slot in slots.items()}
+                    used |= {p: self._read_use(p, slot) for p, slot in slots.items()}
                     self._mark_filling(slots, True)
                     self._unname(slots, change)
                 for p, slot in slots.items():
@@ -318,7 +333,7 @@ class SlotState(Slots):
                 self._mark_filling(slots, False)
 
     def _bring_back(
-        self, name: str, slots: Mapping[str, int], used: Mapping[str, Tensor], before: list[tuple[Tensor, Tensor]]
+        self, name: str, slots: Mapping[str, int], used: Mapping[str, Use], before: list[tuple[Tensor, Tensor]]
     ) -> None:
         """Undo what was written into slots, and give them the name again that they had."""
         for target, old in reversed(before):

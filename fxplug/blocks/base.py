@@ -352,7 +352,7 @@ class Table(SampleTable, Block):
     takes the same. `entries`, int64, is the number of samples whose rows were given one by one, 0 for a whole batch. `names`,
     uint8 (slots, NAME), holds the adapters' names as UTF-8; a slot without a name is free. With `per_sample`, `which`, int64
     (ROWS, per_sample), has the slots that each sample takes, and the last slot, which holds zeros and has no name, where it
-    takes fewer.
+    takes fewer. With `groups`, `factors`, float32 (ROWS, groups, per_sample), multiplies these weights in each group of layers.
     """
 
     neutral = True
@@ -360,23 +360,29 @@ class Table(SampleTable, Block):
     entries: Tensor
     names: Tensor
     which: Tensor
+    factors: Tensor
 
-    def __init__(self, slots: int, rank: int, others: Sequence[int] = (), per_sample: int = 0) -> None:
+    def __init__(
+        self, slots: int, rank: int, others: Sequence[int] = (), per_sample: int = 0, groups: int = 0
+    ) -> None:
         """Create the table; `others` are ranks of further banks, which have their own rows. With `per_sample` one of the slots
         is for zeros."""
         super().__init__()
-        self.slots, self.rank, self.others, self.per_sample = slots, rank, list(others), per_sample
+        self.slots, self.rank, self.others, self.per_sample, self.groups = slots, rank, list(others), per_sample, groups
         self.state_lock = StateLock()  # shells share it as they share the tensors, and a copy has its own
         self.register_buffer("weights", torch.zeros(ROWS, slots, dtype=torch.float32))
         self.register_buffer("entries", torch.zeros((), dtype=torch.int64))
         self.register_buffer("names", torch.zeros(slots, NAME, dtype=torch.uint8))
         if per_sample:
             self.register_buffer("which", torch.full((ROWS, per_sample), slots - 1, dtype=torch.int64))
+        if groups:
+            self.register_buffer("factors", torch.ones(ROWS, groups, per_sample, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return (batch, slots * rank), each slot's weight for each of its inner channels, and (slots,), the weights that all
         samples share; then the first for each of the other ranks. With `per_sample` they are (batch, per_sample), the weights
-        of the slots that each sample takes, (slots,), and (batch, per_sample), these slots.
+        of the slots that each sample takes, (slots,), and (batch, per_sample), these slots; with `groups` the first is (batch,
+        groups, per_sample).
 
         x has the samples in its first dimension. The second result is NaN if samples differ. If entries were given for another
         number of samples, a call raises SpecError before this; in a program that is compiled around the module a CPU raises
@@ -393,7 +399,11 @@ class Table(SampleTable, Block):
         uniform = torch.where((rows == self.weights[0]).all(), self.weights[0].float(), torch.nan)
         if self.per_sample:
             which = self.which[torch.arange(batch, device=self.weights.device).clamp(max=ROWS - 1)]
-            return rows.gather(1, which), uniform, which
+            taken = rows.gather(1, which)
+            if self.groups:
+                factors = self.factors[torch.arange(batch, device=self.weights.device).clamp(max=ROWS - 1)].float()
+                taken = taken[:, None] * factors
+            return taken, uniform, which
         return rows.repeat_interleave(self.rank, 1), uniform, *(rows.repeat_interleave(rank, 1) for rank in self.others)
 
     def count_entries(self) -> int:
@@ -416,14 +426,18 @@ leave_frame(read_count.__code__)
 class Gates(nn.Module):
     """The table of a pass's slots, as a network of the pass: what it gives goes to each of the pass's blocks."""
 
-    def __init__(self, slots: int, rank: int, others: Sequence[int] = (), per_sample: int = 0) -> None:
+    def __init__(
+        self, slots: int, rank: int, others: Sequence[int] = (), per_sample: int = 0, groups: int = 0
+    ) -> None:
         super().__init__()
-        self.table = Table(slots, rank, others, per_sample)
+        self.table = Table(slots, rank, others, per_sample, groups)
 
     @classmethod
-    def of(cls, model: Any, slots: int, rank: int, others: Sequence[int] = (), per_sample: int = 0) -> Gates:
+    def of(
+        cls, model: Any, slots: int, rank: int, others: Sequence[int] = (), per_sample: int = 0, groups: int = 0
+    ) -> Gates:
         """Make the gates of a model's banks with so many slots, of this rank, or of one of the others."""
-        return cls(slots, rank, others, per_sample)
+        return cls(slots, rank, others, per_sample, groups)
 
     def forward(self, x: Tensor) -> Any:
         return self.table(x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..core.errors import SpecError, quote
 from ..core.ir.containers import find_tensor
+from ..core.spec.addresses import covers
 from ..core.torch_internals.tensors import is_watched, version
 from .base import CONVOLUTIONS, check_count
 from .lora import Lora
@@ -25,7 +26,8 @@ class GatheredLora(Lora):
 
     It is the bank of `Lora`, with one slot more that holds zeros: a sample with fewer adapters takes that. Its products
     are those of `per_sample` adapters for each sample, so that a sample's bits do not depend on what the others take.
-    `weight` is float32 (batch, per_sample), `which` int64 (batch, per_sample): what `Gates` gives.
+    `weight` is float32 (batch, per_sample), `which` int64 (batch, per_sample): what `Gates` gives. Of a pass with groups
+    `weight` is (batch, groups, per_sample), of which the layer takes that of its `group`.
     """
 
     update_kind = Lora.update_kind
@@ -33,19 +35,28 @@ class GatheredLora(Lora):
 
     @classmethod
     def at(  # type: ignore[override]  # other options are named there
-        cls, site: Site, per_sample: int = 0, slots: int = 0, **options: Any
+        cls, site: Site, per_sample: int = 0, slots: int = 0, groups: Sequence[str] | None = None, **options: Any
     ) -> GatheredLora:
-        """Make the bank of a layer as `Lora.at` does, for `slots` adapters."""
+        """Make the bank of a layer as `Lora.at` does, for `slots` adapters; `groups` are patterns, of which the first that
+        covers the layer gives its group, and 0 is that of the rest."""
         check_count("per_sample", per_sample)
         made = super().at(site, slots=slots + 1, **options)
         assert isinstance(made, cls)
+        if groups is not None:
+            path = site.path.partition("@")[0]
+            made.group = 1 + next((index for index, pattern in enumerate(groups) if covers(pattern, path)), -1)
         return made
+
+    def bank(self) -> dict[str, Any]:
+        return {**super().bank(), **({"group": self.group} if self.group > 0 else {})}
 
     def forward(
         self, x: Tensor, y: Tensor, weight: Tensor | None = None, which: Tensor | None = None
     ) -> Tensor:
         if weight is None or which is None:
             return super().forward(x, y, weight)
+        if self.group >= 0:
+            weight = weight[:, self.group]
         if self.same_padding:
             x = self.pad(x, y)
         space = len(self.geometry.get("kernel_size", ()))
@@ -157,6 +168,7 @@ class GatheredDora(GatheredLora):
         alpha_auto_scale: bool = True,
         slots: int = 0,
         batch_dim: int = 0,
+        group: int = -1,
         biased: bool = True,
         layer: str = "",
         transposed: bool = False,
@@ -165,7 +177,7 @@ class GatheredDora(GatheredLora):
         is (in, out). Raises SpecError as `Lora`."""
         super().__init__(
             kind, in_features, out_features, rank, alpha, dropout, geometry, same_padding, bias, rslora, alpha_auto_scale,
-            slots, batch_dim,
+            slots, batch_dim, group,
         )  # fmt: skip
         self.biased, self.layer, self.transposed = biased, layer, transposed
         for name in ("magnitude", *self.gains[: 1 + biased]):

@@ -68,20 +68,22 @@ class Lora(LowRank):
         alpha_auto_scale: bool = True,
         slots: int = 0,
         batch_dim: int = 0,
+        group: int = -1,
     ) -> None:
         """Create the layers; `kind` is Linear, Conv1d, Conv2d, Conv3d or Embedding, `geometry` has a convolution's own
         arguments.
 
         `same_padding` pads the input so that the output is as large as the layer's, whatever the layer does for it; `bias`
         gives `up` a bias, which is scaled like the rest of the update. `batch_dim` is the dimension of the samples of x, 0 or
-        1, or -1 for none; only slots need it. Raises SpecError for a rank below 1, a dropout outside [0, 1), slots with a bias
-        or with dropout, or what `scaling` refuses.
+        1, or -1 for none; only slots need it. `group` is the group of the pass's that has its strength, -1 without any. Raises
+        SpecError for a rank below 1, a dropout outside [0, 1), slots with a bias or with dropout, or what `scaling` refuses.
         """
         super().__init__(rank, alpha, rslora, alpha_auto_scale, slots)
         check_share("dropout", dropout)
         check_slots(slots, bias=bias, dropout=dropout)
         self.kind, self.in_features, self.out_features, self.bias = kind, in_features, out_features, bias
         self.geometry, self.same_padding, self.batch_dim = dict(geometry or {}), same_padding, batch_dim
+        self.group = group
         self.down: nn.Module
         self.up: nn.Module
         inner = rank * max(slots, 1)

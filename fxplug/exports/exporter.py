@@ -173,7 +173,7 @@ def _target(path: Path, to: str) -> Path:
         return path if path.suffix == ending else path.with_name(f"{path.name.removesuffix(f'.{to}')}{FORMATS[to]}")
 
 
-TABLE = ("names", "weights", "entries", "which")  # what the gates of a pass are made of, the last with `per_sample` alone
+TABLE = ("names", "weights", "entries", "which", "factors")  # what the gates of a pass are made of, the last two by sample
 
 
 # --- for a package

@@ -59,6 +59,7 @@ class BankFacts(ManifestEntry):
     param: str = "weight"
     dim: int = 0
     transposed: bool = False
+    group: Annotated[int, Field(ge=0)] = 0
 
 
 class ExportManifest(ManifestEntry):

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..adapters.strengths import Strength
 from ..core.artifacts.artifact import save
 from ..core.capture.retracer import with_retracer
-from ..core.errors import SpecError, TraceError, quote
+from ..core.errors import SpecError, TraceError, did_you_mean, quote
 from ..core.ir import context_managers
 from ..core.ir.containers import Container
 from ..core.ir.entry_checks import get_signature
@@ -331,14 +332,53 @@ def _load_text(module: PipelinePart, *, adapter_name: str, adapter_state_dict: A
 def _set(module: PipelinePart, names: str | list[str], weights: Any = None) -> None:
     names = [names] if isinstance(names, str) else list(names)
     values = list(weights) if isinstance(weights, (list, tuple)) else [weights] * len(names)
-    if odd := [value for value in values if value is not None and not isinstance(value, (int, float))]:
-        raise SpecError(
-            f"set_adapters: {quote(odd[0])} is not a number: slots have one strength for all layers; for other strengths apply "
-            "a second pass, with another name, to some layers"
-        )
     known = module.adapters.names
     pairs = zip(names, values, strict=True)
-    module.adapters.use({name: 1.0 if value is None else value for name, value in pairs if name in known})
+    made = {name: _read_strength(module, 1.0 if value is None else value) for name, value in pairs if name in known}
+    module.adapters.use(made)
+
+
+def _read_strength(module: PipelinePart, value: Any) -> Any:
+    """Return a number as it is, and diffusers' dictionary of blocks as the strength that it gives to each layer."""
+    if not isinstance(value, Mapping):
+        if not isinstance(value, (int, float)):
+            raise SpecError(f"set_adapters: {quote(value)} is neither a number nor a dictionary of blocks")
+        return value
+    scales = _expand_blocks(module, value) if hasattr(module, "down_blocks") and hasattr(module, "up_blocks") else dict(value)
+    if odd := next((scale for scale in scales.values() if not isinstance(scale, (int, float))), None):
+        raise SpecError(f"set_adapters: {quote(odd)} is not a number: parts of layers' names have one each")
+    made = {}
+    for banks in module.adapters.banks.values():
+        for path in dict.fromkeys(bank.path for bank in banks):
+            parts = path.split(".")
+            part = f"{parts[0]}.{parts[1]}.attentions.{parts[3]}" if len(parts) > 3 else ""
+            made[path] = next((scale for name, scale in scales.items() if name in path), scales.get(part, 1.0))
+    return Strength(1.0, {path: float(scale) for path, scale in made.items() if scale != 1})
+
+
+def _expand_blocks(module: PipelinePart, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scales of a UNet's attentions from diffusers' dictionary of down, mid and up, each one number, or numbers by
+    block, or lists of them by attention. Raises SpecError for a block that there is not, and for a list of another length."""
+    scales: dict[str, Any] = {}
+    if unknown := next((key for key in given if key not in ("down", "mid", "up")), None):
+        raise SpecError(f"set_adapters: no part '{unknown}' of a UNet{did_you_mean(unknown, ['down', 'mid', 'up'])}")
+    middle = given.get("mid", 1.0)
+    scales["mid_block.attentions.0"] = middle[0] if isinstance(middle, list) and len(middle) == 1 else middle
+    for side in ("down", "up"):
+        blocks = {f"block_{i}": (i, block) for i, block in enumerate(getattr(module, f"{side}_blocks"))}
+        blocks = {key: (i, len(block.attentions)) for key, (i, block) in blocks.items() if hasattr(block, "attentions")}
+        own = given.get(side, 1.0)
+        own = own if isinstance(own, Mapping) else dict.fromkeys(blocks, own)
+        if unknown := next((key for key in own if key not in blocks), None):
+            near = f"{did_you_mean(unknown, blocks)}; there are {', '.join(blocks)}"
+            raise SpecError(f"set_adapters: '{side}' has no {unknown} with attentions{near}")
+        for key, (i, most) in blocks.items():
+            value = own.get(key, 1.0)
+            values = list(value) * (most if len(value) == 1 else 1) if isinstance(value, list) else [value] * most
+            if len(values) != most:
+                raise SpecError(f"set_adapters: {side}.{key} has {most} attentions, and {len(values)} scales are given")
+            scales |= {f"{side}_blocks.{i}.attentions.{j}": each for j, each in enumerate(values)}
+    return scales
 
 
 def _delete(module: PipelinePart, names: str | list[str]) -> None:

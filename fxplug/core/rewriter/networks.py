@@ -21,7 +21,7 @@ from ..ir.containers import Container
 from ..ir.graph import Graph, copy_graph, insert
 from ..ir.regions import Regions, expand_ports, find_input, find_source, list_member_ports
 from ..ir.traced_module import TracedModule, strip_to_container
-from ..spec.addresses import WHOLE, Port, is_pattern, parse_port, select
+from ..spec.addresses import WHOLE, Port, covers, is_pattern, parse_port, select
 from ..spec.pass_file import import_target
 from ..spec.rules import GATES, Pass
 from .graft import Graft, find_last_input, trace_module
@@ -104,7 +104,10 @@ def _by_sample(gm: TracedModule, p: Pass) -> Pass:
 
     Raises SpecError for a rule whose block has none.
     """
-    options = {"slots": p.slots + 1, "rank": 1, "per_sample": p.per_sample}
+    options: dict[str, Any] = {"slots": p.slots + 1, "rank": 1, "per_sample": p.per_sample}
+    groups = None if p.groups is None else find_groups(gm, p)
+    if groups is not None:
+        options["groups"] = 1 + len(groups)  # the first is that of the rest
     gates = {"use": "fxplug.blocks:Gates.of", "options": options, "args": [_samples(gm, p)], "neutral": True}
     rules = []
     for rule in p.rules:
@@ -132,9 +135,33 @@ def _by_sample(gm: TracedModule, p: Pass) -> Pass:
                 )
             match = replace(match, module=classes, bare=False)
         args = ("x", "y", f"{GATES}:out[0]", f"{GATES}:out[2]")
-        made = {**rule.options, "per_sample": p.per_sample}
+        made = {**rule.options, "per_sample": p.per_sample, **({} if groups is None else {"groups": groups})}
         rules.append(replace(rule, match=match, use=other, place="after", port=None, args=args, options=made))
     return replace(p, networks={**p.networks, GATES: gates}, rules=rules)
+
+
+def find_groups(gm: TracedModule, p: Pass) -> list[str]:
+    """Return the groups of layers of a pass as patterns, of which the first that covers a layer counts.
+
+    "block" makes one of each part that diffusers' `set_adapters` names by itself: the attentions and residual blocks in the
+    parts of a UNet; in another model each block of a list. Raises SpecError for a pattern that nothing here has.
+    """
+    paths = [path for path, _ in gm.named_modules() if path]
+    if p.groups != "block":
+        if odd := next((pattern for pattern in p.groups if not any(covers(pattern, path) for path in paths)), None):
+            raise SpecError(f"{p.name}: groups: nothing is at '{odd}'{did_you_mean(odd, paths)}", where=p.where)
+        return list(p.groups)
+    found: dict[str, None] = {}
+    for path in paths:
+        parts = path.split(".")
+        numbers = [index for index, part in enumerate(parts) if part.isdigit()]
+        if parts[0] in ("down_blocks", "up_blocks", "mid_block"):
+            depth = 4 - (parts[0] == "mid_block")
+            inner = len(parts) >= depth and parts[depth - 1].isdigit()
+            found[".".join(parts[: depth if inner else depth - 2])] = None
+        elif numbers and numbers[0]:
+            found[".".join(parts[: numbers[0] + 1])] = None
+    return sorted(found, key=lambda path: (-path.count("."), path))
 
 
 def _samples(gm: TracedModule, p: Pass) -> str:

@@ -188,7 +188,8 @@ class Pass:
     first part of their keys. `expect` is how many places all its rules together must find, as a rule's own; None leaves
     that to the rules. With `slots` its blocks are banks for that many adapters, which come and go without a new graph;
     `samples` names the input of the model in whose first dimension the samples are that choose among them, `t` or `x[0]`; None
-    is the first that is a tensor. With `per_sample` a sample takes so many of them at most, and its cost is that of these.
+    is the first that is a tensor. With `per_sample` a sample takes so many of them at most, and its cost is that of these; and
+    with `groups`, "block" or patterns of paths, each group of layers may take another strength of them.
 
     Extensions have subclasses, with further fields. One that is `made_for_model` gets its rules, and the values of its blocks,
     when it meets a model; all of one that `goes_last` are applied together by `finish`, after the other passes of a run.
@@ -211,6 +212,7 @@ class Pass:
     expect: str | int | None = None
     numerics: str | None = None
     per_sample: int = 0
+    groups: Any = field(default=None, hash=False)
 
     made_for_model: ClassVar[bool] = False
     goes_last: ClassVar[bool] = False
@@ -232,6 +234,7 @@ class Pass:
         if not isinstance(most, int) or isinstance(most, bool) or not 0 <= most <= max(self.slots, 0):
             found = f"must be a whole number from 1 to 'slots', {self.slots}, or 0, not {quote_yaml(most)}"
             raise SpecError(found, path=("per_sample",))
+        self._check_groups()
         check_numerics(self.numerics)
         if self.expect is not None:
             _set(self, expect="".join(map(str, _check_expect(self.expect))))
@@ -259,6 +262,19 @@ class Pass:
         _set(self, inputs={name: spec.model_dump(by_alias=True) for name, spec in read.items()})
         for name, spec in self.networks.items():
             validate(Network, spec, "networks", name)
+
+    def _check_groups(self) -> None:
+        """Raise SpecError unless `groups` is "block" or patterns, of a pass with `per_sample`."""
+        if self.groups is None:
+            return
+        if self.groups != "block" and not (isinstance(self.groups, (list, tuple)) and self.groups):
+            raise SpecError(f"must be 'block', or a list of patterns of paths, not {quote_yaml(self.groups)}", path=("groups",))
+        if not self.per_sample:
+            raise SpecError("requires 'per_sample': groups have strengths of their own by sample", path=("groups",))
+        if self.groups != "block":
+            _set(self, groups=tuple(_many(self.groups, "groups", "a pattern")))
+            for pattern in self.groups:
+                _check_pattern(pattern)
 
     def for_model(self, module: Any) -> Pass:
         """Return the pass with the rules that it needs in a traced module: itself, where they are written.

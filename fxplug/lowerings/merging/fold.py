@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ...adapters.slots import Adapters
+from ...adapters.strengths import spread_factors
 from ...blocks.base import Table, check_values
 from ...core import quantised
 from ...core.errors import SpecError, did_you_mean
@@ -138,16 +139,26 @@ def find_slotted(gm: TracedModule) -> list[str]:
 
 
 def get_uniform_gates(gm: nn.Module, name: str) -> Tensor:
-    """Return the gates of a pass's slots for the whole batch, float32 (slots,). Raises SpecError if samples differ."""
+    """Return the gates of a pass's slots for the whole batch, float32 (slots,), or (groups, slots) where layers differ. Raises
+    SpecError if samples differ."""
     table = gm.get_submodule(f"{name}.{GATES}.table")
     assert isinstance(table, Table)
     weights = check_values(table.weights).float()
-    if not torch.equal(weights[: max(int(table.entries), 1)], weights[:1].expand(max(int(table.entries), 1), -1)):
+    count = max(int(table.entries), 1)
+    factors = table.factors.float() if table.groups else weights.new_ones(1, 1, 1)
+    if any((rows[:count] != rows[:1]).any() for rows in (weights, factors)):
         raise SpecError(
             f"the samples of a batch use different adapters of '{name}', which cannot be merged into one weight: use the same "
             "for all samples, adapters.use(name), or keep the un-merged module for mixed batches"
         )
+    if (factors[0] != 1).any():
+        return spread_factors(weights[0], table.which[0], factors[0])
     return weights[0].clone()
+
+
+def choose_gates(block: nn.Module, gates: Tensor) -> Tensor:
+    """Return the gates of a block's own group of layers, (slots,), where the groups of its pass differ."""
+    return gates[int(getattr(block, "group", 0))] if gates.dim() == 2 else gates
 
 
 def find_foldable(gm: TracedModule, passes: Sequence[str]) -> list[str]:
@@ -307,7 +318,8 @@ class FoldPlan:
                 if step.via:
                     via = get_scale(self.tree.get_submodule(step.via), gates.get(step.via.partition(".")[0]))
                 own = gates.get(step.block.partition(".")[0])
-                value = fold_block(value, self.tree.get_submodule(step.block), step, use, own, via)
+                block = self.tree.get_submodule(step.block)
+                value = fold_block(value, block, step, use, None if own is None else choose_gates(block, own), via)
         if old is not None and value.shape == old.shape and value.stride() != old.stride():  # which kernel runs depends on them
             return torch.empty_like(old).copy_(value)
         return value.to(like.dtype)

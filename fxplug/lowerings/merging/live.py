@@ -26,7 +26,7 @@ from ...core.locks import with_read_lock
 from ...core.spec.rules import GATES
 from ...core.torch_internals.modules import without_compiler
 from ..lowering import KeptBases, LoweredForm, find_source_tensor
-from .fold import FoldPlan, check_unlowered, find_slotted, get_uniform_gates
+from .fold import FoldPlan, check_unlowered, choose_gates, find_slotted, get_uniform_gates
 from .updates import ParameterUse, add_lora, choose_accumulator, fold_gains, get_weight, map_parameter, multiply_layer
 
 HOME = "shadows"  # where the base weights lie in the module tree
@@ -169,23 +169,24 @@ class Shadows(ResultWatcher, KeptBases):
             check_values(_shadow(root, row))
         for row in self.rows:
             old = self.state.pop(row.name, None)
-            now = [_parts(root.get_submodule(path), gates[name]) for _, path, name in row.steps]
+            blocks = [(root.get_submodule(path), gates[name]) for _, path, name in row.steps]
+            now = [_parts(block, choose_gates(block, own).tolist()) for block, own in blocks]
             if old is None or not is_equal(old, now):
                 self.make(root, row, now, gates)
                 old = [[(gate, slot, [t.clone() for t in tensors]) for gate, slot, tensors in parts] for parts in now]
             self.state[row.name] = old
 
-    def choice(self, root: nn.Module) -> dict[str, list[float]]:
+    def choice(self, root: nn.Module) -> dict[str, Tensor]:
         """Return the gates of each slot, by pass."""
         try:
-            return {name: get_uniform_gates(root, name).tolist() for name in self.passes}
+            return {name: get_uniform_gates(root, name) for name in self.passes}
         except SpecError:
             raise SpecError(
                 "per-sample adapters are not supported with merge='live', where all samples share one weight (nothing was "
                 "changed): use the same adapters for all samples, or lower with merge=None for mixed batches"
             ) from None
 
-    def make(self, root: nn.Module, row: Row, now: list[Parts], gates: dict[str, list[float]]) -> None:
+    def make(self, root: nn.Module, row: Row, now: list[Parts], gates: dict[str, Tensor]) -> None:
         """Write one shadow weight, from its base and its current updates."""
         self.writes += 1
         shadow = _shadow(root, row)
@@ -196,7 +197,8 @@ class Shadows(ResultWatcher, KeptBases):
             return
         value = base.detach().to(choose_accumulator(base))
         for index, (place, path, name) in enumerate(parts):
-            block, weights = root.get_submodule(path), torch.tensor(gates[name], dtype=torch.float32)
+            block = root.get_submodule(path)
+            weights = choose_gates(block, gates[name])
             if place == "param":
                 value = map_parameter(value, block, weights)
                 continue

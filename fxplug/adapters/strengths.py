@@ -1,0 +1,220 @@
+"""How much of an adapter is taken: a number, another one in each block of a model, and another one at each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..core.errors import SpecError, did_you_mean, format_fields, quote
+from ..core.spec.addresses import covers
+from .banks import Bank, is_finite
+
+KEPT = 64  # so many dictionaries of blocks are kept as tables
+
+
+@dataclass(frozen=True)
+class Strength:
+    """How much of an adapter is taken, and by how much more or less in some blocks.
+
+    It stands wherever `Adapters.use` takes a number. `blocks` maps patterns of paths to factors of `value`: a pattern names a
+    layer, or all layers below a path ("down_blocks.0"); of several that name a layer the last counts, and what none names
+    takes `value`. It needs a pass with `groups`. Raises SpecError for what is no finite number.
+    """
+
+    value: float = 1.0
+    blocks: Mapping[str, float] | None = None
+
+    __repr__ = format_fields
+
+    def __post_init__(self) -> None:
+        if not is_finite(self.value):
+            raise SpecError(f"value must be a finite number, not {quote(self.value)}", path=("value",))
+        if self.blocks is None:
+            return
+        if not isinstance(self.blocks, Mapping) or not all(isinstance(pattern, str) for pattern in self.blocks):
+            raise SpecError(f"blocks must map patterns of paths to factors, not {quote(self.blocks)}", path=("blocks",))
+        for pattern, factor in self.blocks.items():
+            if not is_finite(factor):
+                found = f"the factor of '{pattern}' must be a finite number, not {quote(factor)}"
+                raise SpecError(found, path=("blocks",), key=pattern)
+        object.__setattr__(self, "blocks", {pattern: float(factor) for pattern, factor in self.blocks.items()})
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A strength at each step of a picture, for whoever calls the model step by step.
+
+    `knots` are pairs: from where on which strength. With `over` "share" they rise from 0, the first step, to 1, the end; with
+    "sigma" they fall, and the first counts from the largest sigma on. `between` two knots the strength of the first is held,
+    or goes to that of the second in a line. Raises SpecError for knots with a gap at the beginning, out of order, or of no
+    finite number, and for a line between strengths that name other blocks.
+    """
+
+    knots: Sequence[tuple[float, float | Strength]]
+    over: Literal["share", "sigma"] = "share"
+    between: Literal["hold", "linear"] = "hold"
+
+    __repr__ = format_fields
+
+    def __post_init__(self) -> None:
+        for name, known in (("over", ("share", "sigma")), ("between", ("hold", "linear"))):
+            if (value := getattr(self, name)) not in known:
+                raise SpecError(f"{name} must be {' or '.join(known)}, not {quote(value)}", path=(name,))
+        if not isinstance(self.knots, (list, tuple)) or not self.knots:
+            raise SpecError(f"knots must be pairs of a position and a strength, not {quote(self.knots)}", path=("knots",))
+        for index, knot in enumerate(self.knots):
+            pair = isinstance(knot, (list, tuple)) and len(knot) == 2
+            if not pair or not is_finite(knot[0]) or not (isinstance(knot[1], Strength) or is_finite(knot[1])):
+                found = f"must be a finite number and a strength, a number or a Strength, not {quote(knot)}: a gap"
+                raise SpecError(found, path=("knots", index))
+        at = [float(knot[0]) for knot in self.knots]
+        if self.over == "share" and (at[0] != 0 or at[-1] > 1):
+            raise SpecError(f"shares begin at 0 and end at most at 1, and these go from {at[0]:g} to {at[-1]:g}: a gap",
+                            path=("knots",))  # fmt: skip
+        rising = at if self.over == "share" else at[::-1]
+        if any(one >= two for one, two in zip(rising, rising[1:], strict=False)) or rising[0] < 0:
+            order = "rise" if self.over == "share" else "fall, and are 0 or more"
+            raise SpecError(f"knots over {self.over} {order}, and these are {at}: a gap", path=("knots",))
+        object.__setattr__(self, "knots", tuple((float(place), strength) for place, strength in self.knots))
+        for (_, one), (_, two) in zip(self.knots, self.knots[1:], strict=False):
+            if self.between == "linear":
+                _blend(one, two, 0.5)
+
+    def at(self, position: float) -> float | Strength:
+        """Return the strength at a step.
+
+        Args:
+            position: The share of the steps that are done, 0 to 1, or with `over` "sigma" the step's sigma.
+
+        Returns:
+            What `Adapters.use` takes in the place of a number.
+
+        Raises:
+            SpecError: For what is no finite number.
+        """
+        if not is_finite(position):
+            raise SpecError(f"a position must be a finite number, not {quote(position)}")
+        sign = 1 if self.over == "share" else -1
+        passed = [index for index, (place, _) in enumerate(self.knots) if sign * place <= sign * position]
+        index = max(passed, default=0)
+        place, strength = self.knots[index]
+        if self.between == "hold" or not passed or index == len(self.knots) - 1:
+            return strength
+        after, following = self.knots[index + 1]
+        return _blend(strength, following, (position - place) / (after - place))
+
+
+def _blend(one: float | Strength, two: float | Strength, share: float) -> float | Strength:
+    """Return the strength between two in a line, layer by layer. Raises SpecError where they name other blocks."""
+    if not isinstance(one, Strength) and not isinstance(two, Strength):
+        return one + (two - one) * share
+    a, b = (each if isinstance(each, Strength) else Strength(each) for each in (one, two))
+    value = a.value + (b.value - a.value) * share
+    if a.blocks == b.blocks:
+        return replace(a, value=value)
+    if a.blocks and b.blocks and list(a.blocks) != list(b.blocks):
+        raise SpecError(
+            f"between='linear' is for strengths that name the same blocks, and these name {quote(list(a.blocks))} and "
+            f"{quote(list(b.blocks))}: name all of them in each knot, or hold",
+            path=("knots",),
+        )
+    first, second = a.blocks or {}, b.blocks or {}
+    ends = {name: (a.value * first.get(name, 1.0), b.value * second.get(name, 1.0)) for name in first or second}
+    return Strength(1.0, {"**": value, **{name: start + (end - start) * share for name, (start, end) in ends.items()}})
+
+
+def get_value(strength: float | Strength) -> float:
+    """Return how much is taken where no block is named."""
+    return strength.value if isinstance(strength, Strength) else strength
+
+
+def find_factors(strength: Strength, banks: Sequence[Bank], groups: int, paths: Sequence[str]) -> Tensor:
+    """Return the factor of each group of a pass.
+
+    Args:
+        strength: One with blocks.
+        banks: Of the pass.
+        groups: Their number.
+        paths: The layers of all passes.
+
+    Returns:
+        float32 (groups,).
+
+    Raises:
+        SpecError: For a pattern that no layer has, or that names a part of a group, with the nearest path.
+    """
+    assert strength.blocks is not None
+    made: list[float | None] = [None] * groups
+    for pattern in strength.blocks:
+        if not any(covers(pattern, path) for path in paths):
+            parents = {path.rsplit(".", n)[0] for path in paths for n in range(path.count(".") + 1)}
+            raise SpecError(f"no layer with adapters is at '{pattern}'{did_you_mean(pattern, sorted(parents))}", key=pattern)
+    first: dict[int, str] = {}
+    for bank in banks:
+        factor = 1.0
+        for pattern, value in strength.blocks.items():
+            factor = value if covers(pattern, bank.path) else factor
+        if made[bank.group] not in (None, factor):
+            raise SpecError(
+                f"'{first[bank.group]}' and '{bank.path}' are in one group of the pass, and the strength has "
+                f"{made[bank.group]:g} for the one and {factor:g} for the other: name both, or apply the pass with groups that "
+                "part them"
+            )
+        made[bank.group] = factor
+        first.setdefault(bank.group, bank.path)
+    return torch.tensor([1.0 if factor is None else factor for factor in made])
+
+
+def make_factors(
+    rows: Sequence[Mapping[str, Any]], names: Sequence[str], which: Tensor, banks: Sequence[Bank], groups: int,
+    paths: Sequence[str], known: dict[Any, Tensor],
+) -> Tensor:  # fmt: skip
+    """Make the factors of each group for each adapter of each row.
+
+    Args:
+        rows: The strength of each adapter, for each sample.
+        names: The name of the adapter in each slot.
+        which: The slots that each row takes, (rows, per_sample).
+        banks: Of the pass.
+        groups: Their number.
+        paths: The layers of all passes.
+        known: The factors of strengths that were asked for before.
+
+    Returns:
+        float32 (rows, groups, per_sample).
+
+    Raises:
+        SpecError: As `find_factors`.
+    """
+    made = torch.ones(len(rows), groups, which.shape[1])
+    for index, row in enumerate(rows):
+        for name, strength in row.items():
+            if not isinstance(strength, Strength) or name not in names:
+                continue
+            assert strength.blocks is not None
+            key = tuple(strength.blocks.items())
+            if (factors := known.get(key)) is None:
+                factors = find_factors(strength, banks, groups, paths)
+                if len(known) >= KEPT:
+                    known.pop(next(iter(known)))
+                known[key] = factors
+            made[index][:, which[index] == names.index(name)] = factors[:, None]
+    return made
+
+
+def spread_factors(weights: Tensor, which: Tensor, factors: Tensor) -> Tensor:
+    """Return the strength of each slot in each group, (groups, slots), from that of a row: (slots,), the slots that it takes,
+    (per_sample,), and the factors of these, (groups, per_sample)."""
+    made = weights.new_zeros(len(factors), len(weights))
+    return made.scatter_add(1, which.expand(len(factors), -1), weights[which] * factors.to(weights.dtype))
+
+
+def realign(factors: Tensor, before: Tensor, now: Tensor) -> Tensor:
+    """Return factors (rows, groups, per_sample) in the order in which rows take slots now; one for a slot that is new there."""
+    same = now[:, :, None] == before[:, None, :]
+    found = factors.gather(2, same.int().argmax(2)[:, None].expand(-1, factors.shape[1], -1))
+    return torch.where(same.any(2)[:, None], found, 1.0)
