@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,8 @@ from .checks import check_pipeline, find_scheduler, list_models, read_buckets
 from .forms import CallForms
 from .joint_calls import ModelCaller
 from .learning import LearntKind, classify_request, learn_request
-from .parked import Cancelled, RequestThread, StepCount, check_outside, copy_pipeline, make_stand_in
-from .requests import Request, get_strengths, make_call
+from .parked import Cancelled, OwnDraws, RequestThread, StepCount, check_outside, copy_pipeline, make_stand_in
+from .requests import Request, get_strengths, list_generators, make_call
 from .store import AdapterStore
 from .tickets import QueueFull, Ticket
 
@@ -158,6 +158,7 @@ class Engine:
         make_call(request, pipe, request.seed)
         find_scheduler(request.scheduler, pipe)
         self._check_adapters(request)
+        self._check_generators(request)
         ticket = Ticket(request, self._step_by_hand)
         if request.deadline_s is not None:
             ticket.deadline = time.monotonic() + request.deadline_s
@@ -177,6 +178,17 @@ class Engine:
             self.store.check(request.adapters)
             return
         self.caller.check_adapters(get_strengths(request.adapters))
+
+    def _check_generators(self, request: Request) -> None:
+        """Refuse a generator that another request draws from: which numbers each gets would depend on who comes first."""
+        with self._queue_lock:
+            others = [*self._queued, *(one.ticket for one in self._active)]
+        taken = {id(each) for other in others for each in list_generators(other.request.call)}
+        if any(id(each) in taken for each in list_generators(request.call)):
+            raise SpecError(
+                "another request that has not ended has this generator: give each its own, or a seed",
+                path=("call",), key="generator",
+            )  # fmt: skip
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Ticket]:
         """Run requests, as many at once as fit, and give their tickets as they end; failed and cancelled ones, too.
@@ -224,6 +236,8 @@ class Engine:
         """
         check_outside()
         with self._lock:
+            for one in [one for one in self._active if one.thread.done]:  # as an interrupt has left it
+                self._end(one, one.thread.error)
             ended = self._cancel() + self._take_in()
             if not self._active:
                 if self._queued and not ended:
@@ -233,7 +247,8 @@ class Engine:
             self.calls += 1
             form = self.forms.form_of(group[0].thread.call)
             form.called = self.calls
-            self.caller.make([(one.thread.call, one.mixture(one.thread.call.model)) for one in group])
+            with group[0].thread.draws if len(group) == 1 else nullcontext():
+                self.caller.make([(one.thread.call, one.mixture(one.thread.call.model)) for one in group])
             return ended + [ticket for one in group for ticket in self._resume(one)]
 
     def _step_by_hand(self) -> bool:
@@ -284,6 +299,12 @@ class Engine:
                 ticket.finish(error=error)
                 ended.append(ticket)
                 continue
+            except BaseException:  # an interrupt: it waits as before
+                resources.close()
+                with self._queue_lock:
+                    if ticket not in self._queued:
+                        self._queued.appendleft(ticket)
+                raise
             self._active.append(active)
             ended += self._resume(active)
         return ended
@@ -299,7 +320,8 @@ class Engine:
         generator = None if request.seed is None else torch.Generator().manual_seed(request.seed)
         call = make_call(request, pipe, generator)
         own, count = copy_pipeline(pipe, self.stand_ins, scheduler)
-        thread = RequestThread(lambda: own(**call), self.forms.describe)
+        draws = OwnDraws() if list_generators(call) else nullcontext()
+        thread = RequestThread(lambda: own(**call), self.forms.describe, draws)
         ticket.move("running")
         return ActiveRequest(ticket, thread, own, count, rows, resources, adapters)
 

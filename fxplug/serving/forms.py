@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.ir.comparison import RESULT, is_close
-from ..core.ir.traced_module import TracedModule
-from ..core.torch_internals.tensors import version
 from ..core.torch_internals.trees import tree_flatten, tree_unflatten
 
 PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)  # compared by their values, kinds apart
@@ -341,56 +337,3 @@ def _is_any_different(calls: Sequence[ModelCall]) -> bool:
 
 def _is_same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape else a is b
-
-
-# --- what a run must leave as it is
-
-State = dict[str, Any]
-
-
-def list_state(model: nn.Module) -> State:
-    """List what the modules of a model are made of: tensors with their versions, children, hooks, and plain attributes."""
-    return {f"{path}.{name}": value for path, module in model.named_modules() for name, value in _members(module)}
-
-
-def _members(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    yield "", type(module)
-    own = isinstance(module, TracedModule)  # which keeps what it knows of its calls and its variants in attributes
-    for name, value in vars(module).items():
-        if own and name not in ("_parameters", "_buffers"):
-            continue
-        if isinstance(value, Mapping):
-            yield from ((f"{name}.{key}", _content(each)) for key, each in value.items())
-        else:
-            yield name, _content(value)
-
-
-def _content(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value, None if value.is_inference() else version(value)
-    return list(value) if isinstance(value, (list, tuple, set)) else value
-
-
-def find_change(before: State, after: State, additions: bool = False) -> str | None:
-    """Return the path of what a run changed in a model; None if nothing.
-
-    Args:
-        before: What was there.
-        after: What is there now.
-        additions: Whether something new is a change: models may make what they keep at their first call.
-
-    Returns:
-        The path.
-    """
-    changed = (name for name, value in before.items() if name not in after or not _is_unchanged(value, after[name]))
-    new = (name for name in after if name not in before) if additions else ()
-    found = next(chain(changed, new), None)
-    return None if found is None else re.sub(r"\b_(parameters|buffers|modules)\.", "", found).strip(".")
-
-
-def _is_unchanged(x: Any, y: Any) -> bool:
-    if isinstance(x, PLAIN) and isinstance(y, PLAIN):
-        return type(x) is type(y) and (x == y or x != x)
-    if isinstance(x, (list, tuple)) and type(x) is type(y) and type(x) in (list, tuple):
-        return len(x) == len(y) and all(map(_is_unchanged, x, y))
-    return x is y

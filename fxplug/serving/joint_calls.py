@@ -133,13 +133,16 @@ class ModelCaller:
     def _make_after_error(self, asked: Sequence[Asked], form: FormState, error: Exception, rows: int) -> None:
         """Find out who fails alone. Where nobody does, the joint call was too large, or this form has none."""
         name = type(asked[0][0].model).__name__
-        if not form.proven:
-            form.refused = f"the first one failed: {type(error).__name__}: {error}"
-            LOG.warning("calls of %s are not made jointly: %s", name, form.refused)
-            return
-        if isinstance(error, torch.OutOfMemoryError):
+        lacked = isinstance(error, torch.OutOfMemoryError)
+        if lacked:
             form.limit = max(1, rows // 2)
             LOG.warning("memory was lacking for %d rows of %s: at most %d are called at once", rows, name, form.limit)
+        if not form.proven:  # each was made alone
+            if not lacked:
+                form.refused = f"the first one failed: {type(error).__name__}: {error}"
+                LOG.warning("calls of %s are not made jointly: %s", name, form.refused)
+            return
+        if lacked:
             middle = (len(asked) + 1) // 2
             for half in (asked[:middle], asked[middle:]):
                 self.make(half)
@@ -174,6 +177,8 @@ class ModelCaller:
         alone = self._call(call, call.args, call.kwargs, [one[1]] * call.rows)
         try:
             more = self._call_jointly([one], size, different=True)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # of the model
             self.forms.form_of(call).refused = f"the first one failed: {type(error).__name__}: {error}"
             return False

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from ..core.errors import SpecError
 from ..pipelines.opening import call_parameters
-from .forms import CallForms, ModelCall, State, find_change, list_state
-from .parked import copy_pipeline, use_caller
-from .requests import Request
+from .forms import CallForms, ModelCall
+from .model_state import State, find_change, list_state
+from .parked import OwnDraws, copy_pipeline, use_caller
+from .requests import Request, copy_value
 
 COUNTS = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 CALLBACKS = ("callback_on_step_end", "callback")
@@ -153,25 +154,26 @@ def _observe_run(
     calls: list[ModelCall] = []
     written: list[str] = []
 
-    def look() -> None:
+    def look(*some: nn.Module) -> None:
         for model, state in zip(models, before, strict=True):
-            if not written and (path := find_change(state, list_state(model), additions)) is not None:
+            if not written and model in some and (path := find_change(state, list_state(model), additions)) is not None:
                 written.append(f"{type(model).__name__}.{path}")
 
     def watch(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        look()
+        look(model)
         calls.append(CallForms().describe(model, method, args, kwargs))
         return getattr(model, method)(*args, **kwargs)
 
+    call = {name: copy_value(value) for name, value in call.items()}
     if "generator" in known:
         call["generator"] = torch.Generator().manual_seed(0)
     own, _ = copy_pipeline(pipe, stand_ins, scheduler)
     if hasattr(own, "set_progress_bar_config"):
         own.set_progress_bar_config(disable=True)
-    with torch.random.fork_rng(), use_caller(watch):
+    with OwnDraws(), use_caller(watch):
         try:
             own(**call)
         except SystemExit as error:  # which must not end the engine
             raise RuntimeError(f"the pipeline ended with SystemExit: {error}") from error
-    look()
+    look(*models)
     return calls, next(iter(written), "")

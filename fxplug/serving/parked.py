@@ -11,10 +11,12 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
+from ..core.capture.isolation import get_random_state, set_random_state
 from ..core.errors import FxplugError, SpecError
 from ..pipelines.recorded_run import get_components
 
@@ -53,7 +55,12 @@ def _make_method(model: nn.Module, name: str) -> Callable[..., Any]:
     @functools.wraps(real)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         call: CallModel | None = getattr(_thread, "call", None)
-        return getattr(model, name)(*args, **kwargs) if call is None else call(model, name, args, kwargs)
+        if call is None:
+            raise SpecError(
+                f"{type(model).__name__} was called outside of its request, by another thread or after its end: an engine "
+                "serves pipelines that call their models within their own call"
+            )
+        return call(model, name, args, kwargs)
 
     return method
 
@@ -64,14 +71,30 @@ def check_outside() -> None:
         raise SpecError("a request cannot wait for its engine, which waits for it: call submit there, and the rest elsewhere")
 
 
+class OwnDraws:
+    """A block with random numbers of its own: what is drawn there without a generator changes nothing outside."""
+
+    def __init__(self) -> None:
+        self._own = self._others = get_random_state()
+
+    def __enter__(self) -> None:
+        self._others = get_random_state()
+        set_random_state(self._own)
+
+    def __exit__(self, *_: object) -> None:
+        self._own = get_random_state()
+        set_random_state(self._others)
+
+
 class RequestThread:
     """A thread that runs until its next call of a model, and goes on when it is told to.
 
-    `call` is the call that waits. At the end there is a `result` or an `error`; of a thread that was cancelled neither.
+    `call` is the call that waits. At the end there is a `result` or an `error`; of a thread that was cancelled neither. It runs
+    within `draws`.
     """
 
-    def __init__(self, function: Callable[[], Any], describe: CallModel) -> None:
-        self.function, self.describe = function, describe
+    def __init__(self, function: Callable[[], Any], describe: CallModel, draws: AbstractContextManager[Any]) -> None:
+        self.function, self.describe, self.draws = function, describe, draws
         self.call: Any = None
         self.result: Any = None
         self.error: Exception | None = None
@@ -83,12 +106,13 @@ class RequestThread:
         """Let the thread run to its next call of a model, or to its end."""
         if not self._thread.ident:
             self._thread.start()
-        self._go.release()
-        try:
-            self._stopped.acquire()
-        except BaseException:  # an interrupt: nobody else may run while it does
-            self._stopped.acquire()
-            raise
+        with self.draws:
+            self._go.release()
+            try:
+                self._stopped.acquire()
+            except BaseException:  # an interrupt: nobody else may run while it does
+                self._stopped.acquire()
+                raise
         if self.done:
             self._thread.join()
 
@@ -154,20 +178,21 @@ class StepCount:
         self.steps = 0
 
 
-@functools.cache
-def _counting(kind: type) -> type:
-    """Make a class of schedulers that count their steps; copies that a pipeline makes have counters of their own."""
+class CountedStep:
+    """A scheduler's `step` that counts. The scheduler stays of its class, which pipelines ask for; a copy has its own count."""
 
-    real: Any = getattr(kind, "step")  # noqa: B009
+    def __init__(self, scheduler: Any, count: StepCount) -> None:
+        self.scheduler, self.count = scheduler, count
+        functools.update_wrapper(self, getattr(type(scheduler), "step").__get__(scheduler))  # noqa: B009
 
-    @functools.wraps(real)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        made = real(self, *args, **kwargs)
-        self.__dict__["_request_steps"].steps += 1
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        made = type(self.scheduler).step(self.scheduler, *args, **kwargs)
+        self.count.steps += 1
         return made
 
-    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "step": step}
-    return type(kind.__name__, (kind,), own)
+    def __deepcopy__(self, memo: dict[int, Any]) -> CountedStep:
+        made = memo.get(id(self.scheduler))
+        return self if made is None else CountedStep(made, StepCount())
 
 
 def copy_pipeline(pipe: Any, stand_ins: Mapping[int, nn.Module], scheduler: type | None = None) -> tuple[Any, StepCount]:
@@ -185,13 +210,11 @@ def copy_pipeline(pipe: Any, stand_ins: Mapping[int, nn.Module], scheduler: type
     for name, part in get_components(pipe).items():
         if id(part) in stand_ins:
             setattr(own, name, stand_ins[id(part)])
-        elif hasattr(part, "set_timesteps") and hasattr(part, "from_config") and not isinstance(part, nn.Module):
-            kind = scheduler if scheduler is not None and name == "scheduler" else type(part)
-            counts = name == "scheduler" and hasattr(kind, "step")
-            maker: Any = _counting(kind) if counts else kind
-            made = maker.from_config(part.config)
-            if counts:
-                made.__dict__["_request_steps"] = count
+        elif hasattr(part, "set_timesteps") and not isinstance(part, nn.Module):
+            kind: Any = scheduler if scheduler is not None and name == "scheduler" else type(part)
+            made = kind.from_config(part.config) if hasattr(kind, "from_config") else copy.deepcopy(part)
+            if name == "scheduler" and hasattr(kind, "step"):
+                made.step = CountedStep(made, count)
             setattr(own, name, made)
         elif hasattr(part, "prepare_inputs") and hasattr(part, "set_state"):  # a guider, which knows its step
             setattr(own, name, copy.deepcopy(part))

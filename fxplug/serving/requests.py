@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from pydantic import ConfigDict, Field, ValidationError
+from torch import Tensor
 
 from ..core.errors import SpecError, did_you_mean, quote
 from ..core.spec.yaml_source import Section, check_number, list_findings
@@ -88,10 +90,40 @@ def make_call(request: Request, pipe: Any, generator: Any) -> dict[str, Any]:
             raise SpecError(f"{type(pipe).__name__} is not called with {quote(name)}{listed}", path=("call",), key=name)
     if lacking := [name for name, needed in known.items() if needed and name not in request.call]:
         raise SpecError(f"{type(pipe).__name__} needs {', '.join(lacking)}", path=("call",))
+    given = {name: copy_value(value) for name, value in request.call.items()}
     if generator is None:
-        return dict(request.call)
+        return given
     if request.call.get("generator") is not None:
         raise SpecError("there is a seed and a generator: leave one of them out", path=("call",), key="generator")
     if "generator" not in known:
         raise SpecError(f"{type(pipe).__name__} takes no generator, and so no seed: leave it out", path=("seed",))
-    return {**request.call, "generator": generator}
+    return {**given, "generator": generator}
+
+
+def copy_value(value: Any) -> Any:
+    """Copy lists, dictionaries and tensors of a call's argument: some pipelines write into what they are given.
+
+    Args:
+        value: The argument.
+
+    Returns:
+        The copy; anything else as it is.
+    """
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(map(copy_value, value))
+    if type(value) is dict:
+        return {key: copy_value(each) for key, each in value.items()}
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def list_generators(call: Mapping[str, Any]) -> list[torch.Generator]:
+    """List the generators that a call is given.
+
+    Args:
+        call: Its arguments.
+
+    Returns:
+        The generators.
+    """
+    given = call.get("generator")
+    return [each for each in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(each, torch.Generator)]
