@@ -27,7 +27,7 @@ import traceback
 import unittest
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ PROMPTS = (
 OWN = ("num_inference_steps", "output_type", "generator", "callback_on_step_end", "return_dict", "latents")
 CLOSE = 1e-4  # of the largest value: what rounding of times may do to what a denoiser gives
 AT_A_TIME = 2
+Measure = Callable[[Any], dict[str, Any]]  # what becomes of one test's pipeline
 
 
 class Late(BaseException):
@@ -363,7 +364,7 @@ def say(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:240]}"
 
 
-def measure_file(checkout: Path, file: str, limit: int, sink: Any) -> None:
+def measure_file(checkout: Path, file: str, limit: int, measure: Measure, sink: Any) -> None:
     """Put a row into the sink for each pipeline of a test file."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
@@ -410,12 +411,13 @@ def keep(out: Path | None, rows: dict[tuple[str, str], dict[str, Any]]) -> None:
         record.write(out, {"counts": Counter(row["result"] for row in kept), "rows": kept})
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str], measure: Measure = measure, about: str | None = __doc__) -> None:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--limit", type=int, default=150, help="seconds for one pipeline")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--new", action="store_true", help="measure those files alone of which --out has nothing")
     given = parser.parse_intermixed_args(arguments)
     files = sorted(str(f.relative_to(given.checkout)) for f in (given.checkout / "tests/pipelines").rglob("test_*.py")
                    if "get_dummy_components" in f.read_text())  # fmt: skip
@@ -424,9 +426,11 @@ def main(arguments: list[str]) -> None:
     sink, rows, running = context.Queue(), dict[tuple[str, str], dict[str, Any]](), dict[Any, float]()
     if given.out and given.out.is_file():  # what is not measured anew stays
         rows = {(row["file"], row["pipeline"]): row for row in json.loads(given.out.read_text())["rows"]}
+    if given.new:
+        files = [file for file in files if all(file.removeprefix("tests/pipelines/") != known for known, _ in rows)]
     while files or running or not sink.empty():
         while files and len(running) < AT_A_TIME:
-            job = context.Process(target=measure_file, args=(given.checkout, files.pop(0), given.limit, sink))
+            job = context.Process(target=measure_file, args=(given.checkout, files.pop(0), given.limit, measure, sink))
             job.start()
             running[job] = time.monotonic()
         while not sink.empty():

@@ -110,7 +110,7 @@ class ModelCaller:
         apart: list[Any] = []
         if not form.proven:
             for one in asked:
-                self._make_alone(one, form, padded=False)
+                self._make_alone(one, form)
             asked = [one for one in asked if not isinstance(one[0].result, Exception)]
             apart = [one.result for one, _ in asked]
             if len(asked) < 2:
@@ -157,11 +157,11 @@ class ModelCaller:
             name, rows, failed, len(asked), type(error).__name__, error,
         )  # fmt: skip
 
-    def _make_alone(self, one: Asked, form: FormState, padded: bool = True) -> None:
+    def _make_alone(self, one: Asked, form: FormState) -> None:
         call, _ = one
         try:
             size = self._pad(call.rows)
-            pads = padded and self.buckets is not None and not form.refused and size <= self.buckets[-1]
+            pads = self.buckets is not None and not form.refused and size <= self.buckets[-1]
             if pads and not form.padded:
                 pads = self._prove_padding(one)
             if pads:
