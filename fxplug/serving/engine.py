@@ -19,7 +19,8 @@ from ..pipelines.pipeline_model import list_denoisers
 from .checks import check_pipeline, find_scheduler, list_models, read_buckets
 from .forms import CallForms
 from .joint_calls import ModelCaller
-from .learning import LearntKind, classify_request, learn_request
+from .learning import CALLBACKS, LearntKind, classify_request, learn_request
+from .model_state import find_change, list_state
 from .parked import Cancelled, OwnDraws, RequestThread, StepCount, check_outside, copy_pipeline, make_stand_in
 from .requests import Request, get_strengths, list_generators, make_call
 from .store import AdapterStore
@@ -327,7 +328,18 @@ class Engine:
 
     def _resume(self, one: ActiveRequest) -> list[Ticket]:
         """Let a request go on to its next call; gives its ticket if it has ended."""
+        watched = self.models.values() if any(one.ticket.request.call.get(name) is not None for name in CALLBACKS) else ()
+        before = [(model, list_state(model)) for model in watched if not hasattr(model, "decode")]
         one.thread.resume()
+        for model, state in before:
+            if (path := find_change(state, list_state(model))) is not None:
+                one.thread.cancel()
+                error = SpecError(
+                    f"a callback writes into {type(model).__name__}.{path}, which other requests use: change what the request "
+                    "has for itself, and give adapters by Request(adapters=...)", path=("call",),
+                )  # fmt: skip
+                LOG.error("request %s: %s; pictures that are made now may be wrong", one.ticket.id[:8], error)
+                return self._end(one, error)
         if not one.thread.done:
             one.ticket.move("running", one.count.steps, one.steps)
             one.rows = max(one.rows, one.thread.call.rows)

@@ -40,6 +40,8 @@ def _content(value: Any) -> Any:
         return value, None if value.is_inference() else version(value)
     if isinstance(value, Mapping):
         return {key: _content(each) for key, each in value.items()} if value else {}
+    if type(value).__module__.startswith("diffusers.") and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+        return [value, *vars(value).items()]  # as an attention processor with a scale
     return list(value) if isinstance(value, (list, tuple, set)) else value
 
 

@@ -196,7 +196,7 @@ class CountedStep:
 
 
 def copy_pipeline(pipe: Any, stand_ins: Mapping[int, nn.Module], scheduler: type | None = None) -> tuple[Any, StepCount]:
-    """Copy a pipeline for one request: with stand-ins for its models, and schedulers and guiders of its own.
+    """Copy a pipeline for one request: stand-ins for its models, and its own schedulers, guiders, lists and dictionaries.
 
     Args:
         pipe: The pipeline.
@@ -207,8 +207,10 @@ def copy_pipeline(pipe: Any, stand_ins: Mapping[int, nn.Module], scheduler: type
         The copy, and the count of the steps that its scheduler makes.
     """
     own, count = copy.copy(pipe), StepCount()
-    for name, part in get_components(pipe).items():
-        if id(part) in stand_ins:
+    for name, part in {**vars(pipe), **get_components(pipe)}.items():  # some pipelines make their scheduler themselves
+        if type(part) in (list, dict, set):
+            setattr(own, name, copy.copy(part))
+        elif id(part) in stand_ins:
             setattr(own, name, stand_ins[id(part)])
         elif hasattr(part, "set_timesteps") and not isinstance(part, nn.Module):
             kind: Any = scheduler if scheduler is not None and name == "scheduler" else type(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,8 +85,9 @@ def make_call(request: Request, pipe: Any, generator: Any) -> dict[str, Any]:
             beside a seed.
     """
     known = call_parameters(pipe)
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(pipe.__call__).parameters.values())
     for name in request.call:
-        if name not in known:
+        if name not in known and not takes_any:
             listed = f"{did_you_mean(name, known)}; it takes {', '.join(known)}"
             raise SpecError(f"{type(pipe).__name__} is not called with {quote(name)}{listed}", path=("call",), key=name)
     if lacking := [name for name, needed in known.items() if needed and name not in request.call]:
@@ -95,7 +97,7 @@ def make_call(request: Request, pipe: Any, generator: Any) -> dict[str, Any]:
         return given
     if request.call.get("generator") is not None:
         raise SpecError("there is a seed and a generator: leave one of them out", path=("call",), key="generator")
-    if "generator" not in known:
+    if "generator" not in known and not takes_any:
         raise SpecError(f"{type(pipe).__name__} takes no generator, and so no seed: leave it out", path=("seed",))
     return {**given, "generator": generator}
 
