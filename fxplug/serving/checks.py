@@ -102,9 +102,9 @@ def find_scheduler(name: str | None, pipe: Any) -> type | None:
     import diffusers
     from diffusers import SchedulerMixin
 
-    known = [key for key in dir(diffusers) if key.endswith("Scheduler")]
-    kind = getattr(diffusers, name, None) if name in known else None
+    kind = getattr(diffusers, name, None) if name.endswith("Scheduler") else None
     if not (isinstance(kind, type) and issubclass(kind, SchedulerMixin)):
+        known = [key for key in dir(diffusers) if key.endswith("Scheduler")]
         raise SpecError(f"diffusers has no scheduler {quote(name)}{did_you_mean(name, known)}", path=("scheduler",))
     if not hasattr(getattr(pipe, "scheduler", None), "config"):
         raise SpecError(f"{type(pipe).__name__} has no scheduler: leave it out", path=("scheduler",))

@@ -213,9 +213,10 @@ def copy_pipeline(pipe: Any, stand_ins: Mapping[int, nn.Module], scheduler: type
         elif id(part) in stand_ins:
             setattr(own, name, stand_ins[id(part)])
         elif hasattr(part, "set_timesteps") and not isinstance(part, nn.Module):
-            kind: Any = scheduler if scheduler is not None and name == "scheduler" else type(part)
-            made = kind.from_config(part.config) if hasattr(kind, "from_config") else copy.deepcopy(part)
-            if name == "scheduler" and hasattr(kind, "step"):
+            kind: Any = scheduler if name == "scheduler" else None
+            # a copy, since `from_config` forgets what a pipeline has changed of a configuration's default values
+            made = copy.deepcopy(part) if kind is None else kind.from_config(part.config)
+            if name == "scheduler" and hasattr(made, "step"):
                 made.step = CountedStep(made, count)
             setattr(own, name, made)
         elif hasattr(part, "prepare_inputs") and hasattr(part, "set_state"):  # a guider, which knows its step
