@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from matrix_models import DEVICE, places, seeded, subject, traced
+from matrix_serving import served
 from matrix_state import Feature, NotApplicable, State, gradients_of, is_float, target_of
 from torch import Tensor, nn
 
@@ -452,6 +453,7 @@ FEATURES: dict[str, Feature] = {
         Feature("variants", "fxplug.variants, called in a form that was not traced", partial(other_form, fxplug.variants)),
         Feature("pipeline_part", "a pipeline's part, called in a form that was not traced",
                 partial(other_form, fxplug.pipeline_part)),
+        Feature("served", "each sample a request of its own, whose calls an engine joins", served),
         Feature("bfloat16", "weights and inputs in bfloat16", to_bfloat16, adapts=True),
         Feature("autocast", "a call under autocast to bfloat16", autocast, adapts=True),
         Feature("quantised", "linear layers in 8 bits, by torchao", quantised, adapts=True),

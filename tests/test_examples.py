@@ -34,9 +34,9 @@ def output(name, capsys):
 def test_every_example_is_tried_and_is_one_screen():
     assert {p.name for p in EXAMPLES.glob("*.py")} == {
         "controlnet.py", "controlnet_pipeline.py", "efficientnet_adapters.py", "fashion.py", "hcp_and_everydream.py",
-        "hcp_plugins.py", "lora_for_a_pipeline.py", "own_block.py", "parallel.py", "pipeline_adapters.py", "quickstart.py",
-        "serve_adapters.py", "step_cache.py", "text_to_image.py", "trained_lora.py", "unet_in_pipeline.py", "zhijian_mlp.py",
-        "zhijian_trainer.py",
+        "hcp_plugins.py", "load.py", "lora_for_a_pipeline.py", "many_requests.py", "own_block.py", "parallel.py",
+        "pipeline_adapters.py", "quickstart.py", "step_cache.py", "text_to_image.py", "trained_lora.py", "unet_in_pipeline.py",
+        "zhijian_mlp.py", "zhijian_trainer.py",
     }  # fmt: skip
     assert all(len(p.read_text().splitlines()) <= 60 for p in EXAMPLES.glob("*.py"))
 
@@ -150,14 +150,15 @@ def test_text_to_image(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_serve_adapters(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["serve_adapters.py", "--quick"])
-    monkeypatch.syspath_prepend(str(EXAMPLES / "fashion"))
-    text = output("serve_adapters.py", capsys)
-    assert "132 layers are in a slot: Adapters(boots; 2 slots)\n" in text
-    rows = {line[:24].strip(): line[24:] for line in text.splitlines() if "recognised" in line}
-    assert rows["no adapter"] == rows["merged live, none"] != rows["for all"] == rows["for all, merged live"]
-    assert float(text.partition("packed, ")[2].split()[0]) < 1e-4
+@pytest.mark.parametrize(("name", "found"), [
+    ("many_requests.py", r"old classes 100.0%, of the new 100.0%\n10 requests of 40 steps in (\d+) calls"),
+    ("load.py", r"8 pictures, \S+ a CPU second; (\d+) calls of the denoiser"),
+])  # fmt: skip
+def test_an_engine_of_garments(name, found, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [name, "--quick"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    text = output(name, capsys)
+    assert int(re.search(found, text)[1]) <= 20, text  # one after the other 40 and more
 
 
 @pytest.mark.slow

@@ -99,7 +99,9 @@ class RequestThread:
         self.result: Any = None
         self.error: Exception | None = None
         self.done = self.cancelled = False
-        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._go, self._stopped = threading.Lock(), threading.Lock()  # each lets one side go on when the other releases it
+        self._go.acquire()
+        self._stopped.acquire()
         self._thread = threading.Thread(target=self._run, name="fxplug request", daemon=True)
 
     def resume(self) -> None:

@@ -1,0 +1,161 @@
+"""Many adapters behind few slots: the engine beside one adapter a batch and `set_adapters`; and what it compiles anew.
+
+python benchmarks/engine.py [calls] [peft] [recompiles] [--requests N] [--adapters N] [--steps N] [--json FILE]
+
+The garments of examples/fashion, 16 slots, 16 rows, guidance, four schedulers; requests arrive as a Poisson process and name
+adapters by Zipf's law (examples/fashion/traffic.py). Times are CPU times of this process.
+
+calls        LoRA and LoHa of ranks 2, 4, 8: calls of the UNet and pictures a second, joint and with one mixture a batch
+peft         LoRA alone: diffusers' `load_lora_adapter` and `set_adapters`, 16 kept, one request after the other, beside the
+             engine; and by how much the pictures differ
+recompiles   programs that `torch.compile` makes in so many calls of the UNet after a first load
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import sys
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import record
+import torch
+from safetensors.torch import load_file
+
+from fxplug.serving import Engine, Request
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples/fashion"))
+import traffic  # noqa: E402
+
+SLOTS, ROWS = 16, 16
+
+
+class OneMixtureEngine(Engine):
+    """An engine whose calls have requests of one mixture of adapters alone, as servers make them that set adapters by batch."""
+
+    def _choose(self) -> list[Any]:
+        active, (head, *_) = self._active, super()._choose()
+        self._active = [one for one in active if one.ticket.request.adapters == head.ticket.request.adapters]
+        try:
+            return super()._choose()
+        finally:
+            self._active = active
+
+
+def measure_engine(kind: type[Engine], folder: Path, count: int, kinds: Sequence[str], arrivals: Any) -> dict[str, Any]:
+    pipe = traffic.make_pipeline(SLOTS)
+    store, names = traffic.make_store(folder, pipe, count, kinds)
+    with store:
+        engine = kind(pipe, store=store, rows=ROWS, queue=10_000)
+        traffic.run_load(engine, traffic.draw_requests(24, 8.0, names[:4], seed=1))  # to learn the kinds of requests
+        found = traffic.run_load(engine, arrivals)
+    print(kind.__name__, found, flush=True)
+    quantiles = {name: traffic.quantile(getattr(found, name), 0.5, 0.99) for name in ("waits", "wholes")}
+    each = {"pictures_a_second": len(found.wholes) / found.seconds, "pictures": found.pictures}
+    return {"calls": found.calls, "rows": found.rows, **each, **quantiles}
+
+
+def measure_peft(folder: Path, arrivals: Sequence[tuple[float, Request]]) -> dict[str, Any]:
+    """Run the requests one after the other, with the adapters of each set as diffusers does."""
+    pipe = traffic.load_pipeline()
+    names = {name.replace(".", "_"): name for name, _ in pipe.unet.named_modules()}
+    kept, calls, begin = OrderedDict[str, None](), 0, time.process_time()
+    pictures = []
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    pipe.unet.register_forward_pre_hook(count)
+    for _, request in arrivals:
+        for name in request.adapters:
+            if name in kept:
+                kept.move_to_end(name)
+                continue
+            if len(kept) >= SLOTS:
+                pipe.unet.delete_adapters(kept.popitem(last=False)[0])
+            pipe.unet.load_lora_adapter(read_lora(folder / f"{name}.safetensors", names), prefix=None, adapter_name=name)
+            kept[name] = None
+        if request.adapters:
+            pipe.unet.set_adapters([*request.adapters], [*request.adapters.values()])
+            pipe.unet.enable_lora()
+        elif kept:
+            pipe.unet.disable_lora()
+        own = copy.copy(pipe)
+        own.scheduler = getattr(diffusers, request.scheduler).from_config(pipe.scheduler.config)
+        pictures.append(own(**request.call, generator=torch.Generator().manual_seed(request.seed)).images)
+    spent = time.process_time() - begin
+    print(f"set_adapters: {len(pictures) / spent:.2f} pictures a second, {calls} calls", flush=True)
+    return {"calls": calls, "pictures_a_second": len(pictures) / spent, "pictures": pictures}
+
+
+def read_lora(file: Path, names: dict[str, str]) -> dict[str, torch.Tensor]:
+    """Read a file of kohya's as PEFT names it; alpha is the rank there."""
+    found = {}
+    for key, value in load_file(file).items():
+        layer, _, rest = key.removeprefix("lora_unet_").partition(".")
+        if rest != "alpha":
+            found[f"{names[layer]}.lora_{'A' if 'down' in rest else 'B'}.weight"] = value
+    return found
+
+
+def count_compiled(folder: Path, pipe: Any, count: int, steps: int) -> dict[str, Any]:
+    """Count the programs that are compiled in so many joint calls, after a first load."""
+    torch._dynamo.config.recompile_limit = 64
+    store, names = traffic.make_store(folder, pipe, count)
+    counters = torch._dynamo.utils.counters["stats"]
+    with store:
+        engine = Engine(pipe, store=store, rows=8, compile=True, queue=10_000)
+        key = id(engine.models["unet"])
+        begin, seed, first, programs = time.process_time(), 0, 0, list[int]()
+        while not programs or engine.caller.made[key] - first < steps:
+            traffic.run_load(engine, traffic.draw_requests(12, 8.0, names, seed))
+            seed += 1
+            programs.append(counters["unique_graphs"])
+            if len(programs) == 1:
+                first = engine.caller.made[key]
+                print(f"{programs[0]} programs in {time.process_time() - begin:.0f} s", flush=True)
+    made = engine.caller.made[key] - first
+    print(f"{programs[-1] - programs[0]} more in {made} calls of the UNet", flush=True)
+    return {"first": programs[0], "more": programs[-1] - programs[0], "calls": made}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=["calls", "peft", "recompiles", []], default=[])
+    for name, value in (("requests", 60), ("adapters", 1000), ("steps", 1000), ("rate", 4.0)):
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    logging.getLogger("fxplug.serving").setLevel(logging.ERROR)
+    diffusers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    names = [f"style{n:04}" for n in range(given.adapters)]
+    arrivals = traffic.draw_requests(given.requests, given.rate, names)
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
+        if not given.what or "calls" in given.what:
+            for kind in (Engine, OneMixtureEngine):
+                found[kind.__name__] = measure_engine(kind, Path(one), given.adapters, traffic.KINDS, arrivals)
+                del found[kind.__name__]["pictures"]
+        if not given.what or "peft" in given.what:
+            found["lora"] = measure_engine(Engine, Path(two), given.adapters, ["lora"], arrivals)
+            found["set_adapters"] = measure_peft(Path(two), arrivals)
+            one_way, other = found["lora"].pop("pictures"), found["set_adapters"].pop("pictures")
+            found["difference"] = max(float((a - b).abs().max()) for a, b in zip(one_way, other, strict=True))
+            print(f"pictures differ by {found['difference']:.1e}", flush=True)
+        if not given.what or "recompiles" in given.what:
+            found["recompiles"] = count_compiled(Path(one), traffic.make_pipeline(SLOTS), given.adapters, given.steps)
+    if given.json:
+        record.write(given.json, {"requests": given.requests, "adapters": given.adapters, "found": found})
+
+
+if __name__ == "__main__":
+    main()
