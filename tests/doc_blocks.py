@@ -7,7 +7,6 @@
     <!-- hidden: ... -->       Python that is run and not shown: it makes the small model that a page speaks of
     <!-- not run: reason -->   leaves out the block that follows; its Python is compiled
     <!-- fails: reason -->     says that the last command of the console that follows ends with an error; no other may
-    <!-- needs: library -->    runs the block that follows where the library is installed, and compiles it where it is not
     ...                        in what is printed stands for any text
 """
 
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import doctest
-import importlib.util
 import io
 import os
 import re
@@ -36,7 +34,7 @@ from fxplug.__main__ import app
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(
     r'^( *)```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<code>.*?)^\1```$'
-    r"|^<!-- (?P<note>hidden|not run|needs|fails):\s(?P<text>.*?)-->$",
+    r"|^<!-- (?P<note>hidden|not run|fails):\s(?P<text>.*?)-->$",
     re.MULTILINE | re.DOTALL,
 )
 RUN = ("python", "console", "yaml")
@@ -48,14 +46,13 @@ CHECKER, FLAGS = doctest.OutputChecker(), doctest.ELLIPSIS | doctest.NORMALIZE_W
 
 @dataclass
 class Block:
-    """A piece of code: its language ("hidden" for what is not shown), first line, why it is not run or fails, what it needs."""
+    """A piece of code: its language ("hidden" for what is not shown), first line, why it is not run or fails."""
 
     language: str
     code: str
     line: int
     title: str | None = None
     not_run: str | None = None
-    needs: str | None = None
     fails: str | None = None
     prints: str | None = None
 
@@ -67,7 +64,7 @@ def blocks(text: str) -> list[Block]:
     end, notes = None, {}
     for match in BLOCK.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
-        if match["note"] in ("not run", "needs", "fails"):
+        if match["note"] in ("not run", "fails"):
             notes[match["note"]] = " ".join(match["text"].split())
             continue
         if match["note"]:
@@ -76,7 +73,7 @@ def blocks(text: str) -> list[Block]:
             found[-1].prints = match["code"]
         else:
             code = textwrap.dedent(match["code"])
-            said = (notes.get(key) for key in ("not run", "needs", "fails"))
+            said = (notes.get(key) for key in ("not run", "fails"))
             found.append(Block(match["language"], code, line, match["title"], *said))
         end, notes = match.end(), {}
     return found
@@ -91,7 +88,7 @@ def run(page: Path) -> None:
     for block in blocks(page.read_text("utf-8")):
         where = f"{page.relative_to(ROOT)}:{block.line}"
         try:
-            if block.not_run or (block.needs and importlib.util.find_spec(block.needs) is None):
+            if block.not_run:
                 compile(block.code if block.language == "python" else "", where, "exec")
                 continue
             _run(block, space, where)

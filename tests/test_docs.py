@@ -61,8 +61,6 @@ def test_what_is_not_run_is_listed_with_its_reason(golden):
     "```yaml\npasses: [{lora: {rnk: 3}}]\n```\n",
     "```rust\nfn\n```\n",
     "<!-- not run: slow -->\n```python\ndef (\n```\n",
-    "<!-- needs: no_such_library -->\n```python\ndef (\n```\n",
-    "<!-- needs: torch -->\n```python\nunknown\n```\n",
 ])  # fmt: skip
 def test_a_page_that_is_wrong_fails(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
