@@ -151,3 +151,9 @@ def test_odd_values_are_json(capsys):
         "error": "SpecError", "message": "p.yaml:3: rules[0]: no 'x'", "where": "p.yaml:3: rules[0]", "found": "no 'x'",
         "notes": ["\\x1b[31mred"],
     }  # fmt: skip
+
+
+def test_code_that_exits_is_an_error():
+    Path("leaving.py").write_text("raise SystemExit(0)\n")
+    Path("leaving.yaml").write_text("{model: 'leaving:model'}")
+    assert failed("sites", "leaving.yaml")["message"].endswith("leaving.py:1 called sys.exit(0): remove that call")

@@ -272,7 +272,7 @@ def _step(node: Any, text: str, path: tuple[str | int, ...], here: Where) -> tup
     head, _, rest = text.partition(".")
     if isinstance(node, list):
         if not head.isdecimal() or int(head) >= len(node):
-            finding = f"no such item: '{format_path(path)}' has {len(node)} items, and no '{head}'"
+            finding = f"no such item: '{format_path(path)}' has {len(node)} item{'s' * (len(node) != 1)}, and no '{head}'"
             raise SpecError(finding, where=here)
         return int(head), rest, node[int(head)]
     inside = [key for key in node if text == key or text.startswith(f"{key}.")]  # './a.yaml' is a key

@@ -124,7 +124,7 @@ def read_header(file: BinaryIO, raises: Raises, limits: Limits = DEFAULT) -> Hea
     start += file.read(length)
     found = parse_json(start[8:], lambda finding: raises(f"cannot be read: its header {finding}"), limits)
     if type(found) is not dict:
-        raise raises("cannot be read: its header is not JSON object")
+        raise raises("cannot be read: its header is not a JSON object")
     said = found.pop("__metadata__", {})
     if type(said) is not dict or not all(type(value) is str for value in said.values()):
         raise raises("cannot be read: its metadata must be a mapping of text to text")

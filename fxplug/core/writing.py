@@ -206,7 +206,7 @@ def _sync(path: Path) -> None:
 
 
 def _old(target: Path) -> Path:
-    return target.with_name(f".{target.name}.old")
+    return target.parent / f".{target.name}.old"
 
 
 def _restore(target: Path) -> None:

@@ -275,7 +275,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     found = read_json(file)
     if not isinstance(found, dict):
-        raise ArtifactError(f"{file} is not JSON object")
+        raise ArtifactError(f"{file} is not a JSON object")
     return found
 
 

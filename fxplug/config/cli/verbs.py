@@ -56,7 +56,7 @@ class Verbs(TyperGroup):
         noise = logging.getLogger(FAKE_TENSOR_LOG)  # prints a traceback of what is raised anyway
         noise.disabled = True
         try:
-            return self._invoke_for_program(ctx) if ctx.meta[OPTION] else super().invoke(ctx)
+            return self._invoke_for_program(ctx) if ctx.meta[OPTION] else self._invoke_verb(ctx)
         except Exception as error:  # of all there is: this is the end of a command
             if _is_typers(error):
                 if str(getattr(error, "message", "")).startswith("Got unexpected extra argument") and "--set" in sys.argv:
@@ -71,12 +71,22 @@ class Verbs(TyperGroup):
         finally:
             noise.disabled = False
 
+    def _invoke_verb(self, ctx: Any) -> Any:
+        """Run a verb. Raises FxplugError if code of a model or library exits: the verb has not done what it was asked for."""
+        try:
+            return super().invoke(ctx)
+        except SystemExit as end:
+            if isinstance(end.code, int) and end.code > 128:  # by a signal
+                raise
+            at = traceback.extract_tb(end.__traceback__)[-1]
+            raise FxplugError(f"{at.filename}:{at.lineno} called sys.exit({end.code!r}): remove that call") from end
+
     def _invoke_for_program(self, ctx: Any) -> Any:
         """Run a verb with `--json`: nothing but JSON is on stdout, and on stderr where it fails."""
         kept, failed, trace = io.StringIO(), None, ""
         try:
             with hide_output(kept):
-                return super().invoke(ctx)
+                return self._invoke_verb(ctx)
         except Exception as error:  # of all there is, as above
             if _is_typers(error) and not hasattr(error, "format_message"):
                 raise  # the reader went away, or it is done

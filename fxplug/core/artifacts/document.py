@@ -241,7 +241,7 @@ def parse(data: bytes, name: str = "graph.json", limits: Limits = DEFAULT) -> di
     """Parse a JSON object, within the limits. Raises ArtifactError, which names the file `name`."""
     found = parse_json(data, make_reporter(name), limits)
     if type(found) is not dict:
-        raise ArtifactError(f"{name} is not JSON object")
+        raise ArtifactError(f"{name} is not a JSON object")
     return found
 
 
