@@ -271,5 +271,5 @@ def test_an_engine_with_a_store(tmp_path):
                 engine.submit(Request(call={"prompt": "a"}, adapters=adapters))
         assert not any(held.leases for held in store._in_slots.values())
     with AdapterStore(tmp_path, {"unet": copy.deepcopy(pipe.unet)}) as store:
-        with pytest.raises(fxplug.SpecError, match="none of the engine's models"):
+        with pytest.raises(fxplug.SpecError, match="not one of the engine's models"):
             Engine(pipe, store=store)

@@ -147,7 +147,7 @@ def test_folders_of_repeats(tmp_path):
     assert found.repeats is None
     (note,) = found.notes
     assert note == (
-        "the number in the name of a folder ('3_sks dog') is not used as a count of repeats: 'repeats: folders' makes it one"
+        "the number in the name of a folder ('3_sks dog') is not used as a count of repeats: set 'repeats: folders' to use it"
     )
     found = items(top, repeats="folders")
     assert found.repeats == [3, 3, 1] and not found.notes

@@ -120,7 +120,7 @@ def test_an_entry_under_a_wrong_name_is_not_used(tmp_path):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(cache.path("a"), target)
     said: list[str] = []
-    assert opened(tmp_path, said).get("b") is None and "is not the entry that its name says" in said[0]
+    assert opened(tmp_path, said).get("b") is None and "does not match its name" in said[0]
 
 
 def test_no_byte_of_a_damaged_file_is_used(tmp_path):
@@ -308,7 +308,7 @@ def test_where_the_cache_is(tmp_path, monkeypatch):
     for wrong in (True, 3, "", ["a"]):
         with pytest.raises(SpecError, match="must be a folder, or false for none"):
             folder(cache=wrong)
-    with pytest.raises(SpecError, match="another crop in each epoch, and a cache has one"):
+    with pytest.raises(SpecError, match="another crop in each epoch, but a cache holds one"):
         folder(cache="mine", crop="random", size=8)
     assert check_settings(Data, {"images": "a", "crop": "random", "size": 8}, "data").cache is None
     assert check_settings(Data, {"images": "a", "cache": "c", "test": "b"}, "data").test.cache == "c"
@@ -362,7 +362,7 @@ def test_a_digest_is_of_what_models_do_not_of_where_they_are_from(tmp_path):
     assert digest_models({"a": 1}) != digest_models({"a": 1.0}) != digest_models({"a": "1"})
     assert digest_models([1, 2]) != digest_models([2, 1])
     for unknown in (object(), net().to("meta")):
-        with pytest.raises(TrainError, match="a cache cannot tell"):
+        with pytest.raises(TrainError, match="the cache cannot identify"):
             digest_models(unknown)
 
 

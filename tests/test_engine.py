@@ -217,7 +217,7 @@ def test_a_joint_call_that_fails_is_made_apart_and_lack_of_memory_halves_it(sd, 
     engine.caller._call = lacking
     for ticket, picture in zip(run(engine, requests), want, strict=True):
         assert (ticket.result().images - picture).abs().max() < 1e-4
-    assert "rows of UNet2DConditionModel: at most 2 are called at once" in caplog.text
+    assert "rows of UNet2DConditionModel: from now on at most 2 are called at once" in caplog.text
 
     def poisoned(call, args, kwargs, mixtures):
         if len(mixtures) > 2 or poison in mixtures:
@@ -250,7 +250,7 @@ def test_bad_input_is_refused_in_words(sd):
         ({"call": {}, "seed": 0.5}, "seed"),
         ({"call": {}, "sed": 1}, "did you mean 'seed'"),
         ({"call": [1]}, "call"),
-        ({"call": {"generator": torch.Generator()}, "seed": 1}, "a seed and a generator"),
+        ({"call": {"generator": torch.Generator()}, "seed": 1}, "seed and generator are both given"),
     ):
         with pytest.raises(fxplug.SpecError, match=text):
             engine.submit(Request(**given))
@@ -320,7 +320,7 @@ def test_a_request_cannot_wait_for_its_engine(sd):
     def callback(pipe, step, time, values):
         ways = engine.step, engine.drain, first.result, lambda: engine.update({}), lambda: next(engine.generate([ask(SD, 1)]))
         for way in ways:
-            with pytest.raises(SpecError, match="a request cannot wait for its engine"):
+            with pytest.raises(SpecError, match="a request cannot wait for its own engine"):
                 way()
         steps.append(step)
         return values

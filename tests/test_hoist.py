@@ -400,7 +400,7 @@ def test_limits_bound_what_is_kept():
 
 def test_a_condition_that_changes_at_every_call_is_said_once():
     gm, hoisted = make()
-    with pytest.warns(UserWarning, match="hoist: the condition 'text' has been another one in each of the last"):
+    with pytest.warns(UserWarning, match="hoist: the condition 'text' changed in each of the last"):
         for seed in range(IN_TURN + 1):
             check(gm, hoisted, **inputs(seed))
     with warnings.catch_warnings():
@@ -556,7 +556,7 @@ def test_a_pipeline_computes_no_more_early_than_is_kept():
         assert hoisted.counts["time"] <= 2 * len(times), limits
         assert hoisted.counts["conditions"] <= most, limits
     assert hoisted._offload.count_bytes() == 0
-    with pytest.warns(UserWarning, match="another one in each of the last"):
+    with pytest.warns(UserWarning, match="changed in each of the last"):
         assert torch.equal(Pipe(gm, times)(0, texts), Pipe(hoisted, times)(0, texts))  # another prompt in each step
     assert hoisted.counts["conditions+time"] < 12 * len(times) and hoisted._offload is None
     assert torch.equal(Pipe(gm, times)(), Pipe(hoisted, times)())

@@ -456,7 +456,7 @@ def test_paths_are_no_names(name, hub):
 
 @pytest.mark.parametrize(("how", "finding"), [
     ({"private": True}, "private"), ({"gated": True}, "access on request"), ({"status": 503}, "status 503: try again later"),
-    ({"status": 401}, "private|who you are"), ({"status": 418}, "status 418"),
+    ({"status": 401}, "private|requires a login"), ({"status": 418}, "status 418"),
 ])  # fmt: skip
 def test_what_the_hub_refuses_names_the_repository(how, finding, hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.file_download._ETAG_RETRY_TIMEOUT", 1)
@@ -472,7 +472,7 @@ def test_what_the_hub_refuses_names_the_repository(how, finding, hub, monkeypatc
 
 def test_no_such_revision(hub):
     fxplug.push(rewritten(), NAME)
-    with pytest.raises(ArtifactError, match=f"'{NAME}' .*it has no revision 'v2': give a branch, a tag or a whole commit"):
+    with pytest.raises(ArtifactError, match=f"'{NAME}' .*it has no revision 'v2': give a branch, a tag or a full commit"):
         fxplug.load(NAME, revision="v2")
     with pytest.raises(ArtifactError, match="give one of them"):
         fxplug.load(f"{NAME}@v2", revision="main")
@@ -499,7 +499,7 @@ def test_a_transfer_that_breaks_off_leaves_nothing_half(hub, monkeypatch):
 @pytest.mark.parametrize("body", [{"commitUrl": 3}, ["x"]])
 def test_a_hub_that_answers_something_else(body, hub, monkeypatch):
     monkeypatch.setattr(hub_server.Handler, "commit", lambda self, name, rows: self.answer(body=body))
-    with pytest.raises(ArtifactError, match=f"'{NAME}' on .* cannot be pushed to: the hub gave an answer of another kind"):
+    with pytest.raises(ArtifactError, match=f"'{NAME}' on .* cannot be pushed to: the hub's answer could not be read"):
         fxplug.push(rewritten(), NAME)
 
 

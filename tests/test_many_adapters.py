@@ -320,9 +320,9 @@ def test_what_cannot_be_trained_so_is_refused_in_words():
     refused(r"adapters\[0\].passes: no pass 'lra' trains here \(did you mean 'lora'\?\); there are lora", {"passes": ["lra"]})
     refused("needs one pass at least; there are lora", {"passes": []})
     refused("no pass here has blocks with a dropout", {"rank": 4}, module=slotted("loha"))
-    refused("is not for a run of many adapters: the base is one", trainable=["head"])
-    refused("is not for a run of many adapters: the batch has other", compile=True)
-    refused("whose weights are those of their last", test={"best": True})
+    refused("cannot be used with many adapters: all adapters share the base", trainable=["head"])
+    refused("cannot be used with many adapters: the adapters of a batch", compile=True)
+    refused("has the weights of its last step", test={"best": True})
     with pytest.raises(SpecError, match="the list is empty"):
         train(slotted(), [])
     with pytest.raises(SpecError, match="must be a list of adapters"):
@@ -334,7 +334,7 @@ def test_what_cannot_be_trained_so_is_refused_in_words():
 def test_modules_without_free_slots_are_refused():
     plain = fxplug.apply(base(), fxplug.load_pass("lora", at=["qkv"], rank=4))
     refused("pass 'lora' has no slots", module=plain)
-    refused("needs a pass with slots", module=base())
+    refused("needs a pass with a slot per adapter", module=base())
     refused("pass 'lora' has per_sample, .* leave per_sample out", module=slotted(per_sample=2))
     module = slotted(slots=1)
     train(module, [settings(0)])
@@ -353,7 +353,7 @@ def test_samples_of_other_shapes_are_refused_with_both_shapes():
 def test_a_base_that_draws_or_couples_samples_is_refused_without_mode_eval():
     drawing, coupling = base(drop=0.3), base(batch_norm=True)
     refused("draws random numbers.*mode: eval", module=slotted(gm=drawing), error=TrainError, mode="train")
-    refused("samples meet in it.*mode: eval", module=slotted(gm=coupling), error=TrainError, mode="train")
+    refused("it mixes samples.*mode: eval", module=slotted(gm=coupling), error=TrainError, mode="train")
     for gm in (drawing, coupling):
         # torch's backward of a batch norm in evaluation is wrong for a batch of one whose gradient is transposed, as alone here
         rows = [{**settings(number), "batch": 2 + number} for number in range(2)]

@@ -332,7 +332,7 @@ def test_a_prediction_is_printed_and_drawn():
         (["--predict", "128", "--devices", "1"], "--devices '1': must be whole numbers, 2 or more"),
         (["--predict", "128", "--link", "nvlnk"], "link 'nvlnk': no such link .did you mean 'nvlink'.*or GB/s"),
         (["--predict", "128", "--link", "measured"], "measured needs several processes: start with torchrun"),
-        (["--ways", "auto", "--devices", "2", "--speed", "0"], "speed is in teraFLOP a second, above 0, not 0.0"),
+        (["--ways", "auto", "--devices", "2", "--speed", "0"], "speed must be in TFLOP/s, above 0, not 0.0"),
         (["--ways", "auto"], "--ways auto is for one number of processes, not 2,4,8: give --devices 2"),
         (["--ways", "auto", "--devices", "67"], "no way to split this model over 67 processes: .*tensor"),
         (["--ways", "auto", "--devices", "2", "--link", "measured"], "measured needs several processes: start with torchrun"),

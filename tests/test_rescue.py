@@ -120,7 +120,7 @@ def test_weights_that_are_not_finite_are_not_kept(tmp_path):
     (note,) = caught.value.__notes__
     last = list_checkpoints(tmp_path / "checkpoints")[-1]
     assert last.name == "step-00000003" and note.endswith(f"the newest checkpoint is '{last}'")
-    assert "and nothing of it is saved because its weights are not finite" in note
+    assert "and nothing of its training is saved, because its weights are not finite" in note
     assert not (tmp_path / "module").exists()
 
 
@@ -138,7 +138,8 @@ def test_nothing_is_written_before_the_first_step_and_what_cannot_be_is_told(tmp
     with pytest.raises(fxplug.TrainError, match="ZeroDivisionError: mine") as caught:
         run(tmp_path / "b", **changed())
     (note,) = caught.value.__notes__
-    assert "and nothing of it is saved because it cannot be written: " in note and note.endswith("there is no checkpoint")
+    assert "nothing of its training is saved, because it cannot be written: " in note
+    assert note.endswith("there is no checkpoint")
 
 
 def test_a_module_that_cannot_be_written_does_not_deny_the_checkpoint(tmp_path, whole, monkeypatch):

@@ -387,7 +387,7 @@ def test_small_steps_are_not_lost_in_half_precision():
 
 
 def test_other_dtypes_and_precisions():
-    with pytest.raises(TrainError, match="what trains is float16, and computing in it needs loss scaling and so a GPU"):
+    with pytest.raises(TrainError, match="the trained parameters are float16, which needs loss scaling and so a GPU"):
         trainer(module("float16"))
     made = trainer(module("float16"), DataLoader(Rounded(), 8), precision="bf16", steps=1)  # the base is cast where it is read
     assert {p.dtype for p in made.trained.values()} == {torch.float32}
@@ -396,7 +396,7 @@ def test_other_dtypes_and_precisions():
     mixed.get_submodule("head").bfloat16()
     assert trainer(mixed, trainable=["blocks"], steps=1).settings.precision == "fp32"  # nothing in half precision trains
     mixed.get_submodule("norm").half()
-    with pytest.raises(SpecError, match="train.precision: what trains is float16 and bfloat16"):
+    with pytest.raises(SpecError, match="train.precision: the trained parameters are float16 and bfloat16"):
         trainer(mixed, trainable=["head", "norm"])
 
 
@@ -418,7 +418,7 @@ def test_a_graph_that_does_not_hold_under_autocast_is_said_before_the_first_step
     if precision == "fp32":
         trainer(gm)
         return
-    text = r"does not hold under autocast \(precision: bf16\): (.|\n)*\(dtype: bfloat16\).*or take precision: fp32"
+    text = r"does not hold under autocast \(precision: bf16\): (.|\n)*\(dtype: bfloat16; .*or set precision: fp32"
     with pytest.raises(TrainError, match=text):
         trainer(gm, precision="bf16")
 

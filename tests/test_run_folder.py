@@ -83,7 +83,7 @@ def test_what_a_run_without_a_checkpoint_left_is_moved_aside(tmp_path):
 def test_a_second_run_is_told_who_writes_into_the_folder(tmp_path):
     first = folder(tmp_path)
     first.open(resumes=False)
-    with pytest.raises(fxplug.TrainError, match=rf"a run that goes on, and process {os.getpid()} on \S+, which began at"):
+    with pytest.raises(fxplug.TrainError, match=rf"a run that is not over: process {os.getpid()} on \S+, which began at"):
         folder(tmp_path).open(resumes=False)
     first.close()
     second = folder(tmp_path)

@@ -102,7 +102,7 @@ def test_what_does_not_divide_is_refused_with_both_numbers(tmp_path):
     with pytest.raises(fxplug.TrainError, match="an epoch had 24 samples then, and has 20 now in batches of 5"):
         five = trainer(data=Pictures(24), batch=5, epochs=1)
         five.progress.check({**read(start).state["progress"]})
-    with pytest.raises(fxplug.TrainError, match="6 samples of the epoch are done, and they are no whole number of batches"):
+    with pytest.raises(fxplug.TrainError, match="6 samples of the epoch are done, which is not a multiple of the batch"):
         trainer(data=Pictures(24), batch=4, epochs=1).progress.check({**read(start).state["progress"]})
 
 

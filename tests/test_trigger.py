@@ -57,7 +57,7 @@ class Captioned(torch.utils.data.Dataset):
 
 def test_a_data_set_of_ones_own_has_it(tmp_path):
     assert loaded(tmp_path, call="test_trigger:Captioned", trigger="ohwx")[0]["caption"] == ["ohwx, a dog"] * 2
-    with pytest.raises(TrainError, match=r"dataset\[0\] has no caption, before which 'trigger'|dataset\[1\] has no caption"):
+    with pytest.raises(TrainError, match=r"dataset\[0\] has no caption to put 'trigger' before|dataset\[1\] has no caption"):
         loaded(tmp_path, call={"test_trigger:Captioned": {"caption": False}}, trigger="ohwx")
 
 

@@ -97,7 +97,7 @@ def test_a_single_model_draws_each_as_its_own_settings_alone_would():
     assert task.beside_samples()[1] == ["a ball", "a cat"]
 
     for options, says in (
-        ({"samples": ["a"], **common}, "prompts: are drawn in the place of 'samples'"),
+        ({"samples": ["a"], **common}, "prompts: replace 'samples'"),
         ({**common, "guidance": 1.0, "prompts": [{"prompt": "a", "negative": "b"}]}, r"prompts\[0\].negative: has no effect"),
         ({**common, "prompts": []}, "prompts: must be a list of prompts, or the name of a file"),
         ({**common, "prompts": [{"prompt": "a", "sed": 1}]}, r"prompts\[0\].*unknown key 'sed'"),

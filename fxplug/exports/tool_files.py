@@ -80,6 +80,6 @@ def _strengths(text: str) -> dict[str, float]:
         except ValueError:
             raise SpecError(f"--merge: {quote(each)}: the strength of '{name}' must be a number, such as {name}=0.8") from None
         if not name or name in made:
-            raise SpecError(f"--merge: {quote(each)} {'is there twice' if name else 'names no adapter'}")
+            raise SpecError(f"--merge: {quote(each)} {'is given twice' if name else 'names no adapter'}")
         made[name] = value
     return made

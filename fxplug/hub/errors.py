@@ -53,7 +53,7 @@ def _finding(error: Exception, repo: str, revision: str | None) -> str:
     if isinstance(error, DisabledRepoError):
         return "it was disabled: ask its owner"
     if isinstance(error, RevisionNotFoundError):
-        return f"it has no revision {quote(revision or constants.DEFAULT_REVISION)}: give a branch, a tag or a whole commit"
+        return f"it has no revision {quote(revision or constants.DEFAULT_REVISION)}: give a branch, a tag or a full commit"
     if isinstance(error, RepositoryNotFoundError):
         return f"there is none of this name, or it is private: check the name, or {LOGIN}"
     if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
@@ -68,7 +68,7 @@ def _finding(error: Exception, repo: str, revision: str | None) -> str:
         return f"the transfer broke off: try again ({_message(error)})"
     if isinstance(error, ValueError):
         return _message(error)
-    what = "the transfer broke off" if type(error).__module__.startswith("httpx") else "the hub gave an answer of another kind"
+    what = "the transfer broke off" if type(error).__module__.startswith("httpx") else "the hub's answer could not be read"
     return f"{what}: try again ({type(error).__name__}: {_message(error)})"
 
 
@@ -78,7 +78,7 @@ def _unreached(error: Exception) -> str:
         return _refused(cause, cause.response.status_code)
     if constants.is_offline_mode():
         return (
-            f"it is not in the cache, {constants.HF_HUB_CACHE}, or not all of it, and HF_HUB_OFFLINE forbids to fetch it: run "
+            f"it is not in the cache, {constants.HF_HUB_CACHE}, or not all of it, and HF_HUB_OFFLINE is set: run "
             "once without it"
         )
     why = f" ({_message(cause)})" if cause is not None else ""
@@ -88,9 +88,9 @@ def _unreached(error: Exception) -> str:
 def _refused(error: HfHubHTTPError, status: int) -> str:
     """Return what an answer with an error's status means."""
     if status == 401:
-        return f"the hub wants to know who you are: {LOGIN}"
+        return f"the hub requires a login: {LOGIN}"
     if status == 403:
-        return f"you may not do that: {LOGIN} as somebody who may ({_message(error)})"
+        return f"your account has no permission: {LOGIN} of one that has ({_message(error)})"
     if status == BUSY or status >= 500:
         return f"the hub answers with status {status}: try again later"
     return f"the hub refuses it with status {status} ({_message(error)})"

@@ -65,7 +65,7 @@ class DenoiserCall:
         if observation.shape[0] != 1:
             self._refuse("latents", f"those of one sample are {list(observation.shape)}, and the first size must be 1")
         if self.to_output.own is not None:
-            self._refuse("output", f"a part of what the scheduler is given is not in the output of {part}")
+            self._refuse("output", f"part of the scheduler's input is not in the output of {part}")
         self.times = {name: torch.as_tensor(example[name]) for name in (observation.time, *observation.also)}
         for name, time in self.times.items():
             if time.shape not in ((), (1,)):

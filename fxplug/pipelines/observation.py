@@ -260,11 +260,11 @@ def _observe_once(
         final = solve_map({n: s[-1].prediction for n, s in seen.items()}, _get_shape(output))
     except MapError:
         why = "in an order, times factors, plus terms: it depends on the latents or the time, or is a sum"
-        raise refuse(pipe, "output", f"what the scheduler is given is not the output of {part} alone, {why}") from None
+        raise refuse(pipe, "output", f"the scheduler's input is not the output of {part} alone, {why}") from None
     if not to_output.is_close(final, ROUNDED):
-        raise refuse(pipe, "output", f"what the scheduler is given of {part}'s output depends on the time, or on the latents")
+        raise refuse(pipe, "output", f"the scheduler's input, made of {part}'s output, depends on the time or on the latents")
     if reused and to_output.term.any():
-        raise refuse(pipe, "guidance", f"what the scheduler is given has a share of {_join_names(sorted(reused))}, too")
+        raise refuse(pipe, "guidance", f"the scheduler's input also has a share of {_join_names(sorted(reused))}, too")
     prediction = steps[0].prediction
     if not isinstance(prediction, Tensor) or prediction.shape != shape:
         found = list(prediction.shape) if isinstance(prediction, Tensor) else f"a {type(prediction).__name__}"
@@ -308,12 +308,12 @@ def _list_steps(pipe: Any, run: PipelineRun, part: str, place: int) -> list[Reco
         step = _end_at(pipe, each, part)
         called = [name for name, _, _ in step.calls]
         if called.count(part) > 1:
-            why = f"{part} is called {called.count(part)} times in a step, for guidance or to fill a cache, and must be once"
+            why = f"{part} is called {called.count(part)} times in a step, for guidance or to fill a cache, but must be once"
             raise refuse(pipe, "guidance", why)
         if called and called[-1] == part:
             found.append(step)
     if len(found) < 2:
-        raise refuse(pipe, "scheduler", f"{part} is called in {len(found)} of {len(run.steps)} steps, and must be in more")
+        raise refuse(pipe, "scheduler", f"{part} is called in {len(found)} of {len(run.steps)} steps, but must be in more")
     return found
 
 

@@ -112,7 +112,7 @@ class Engine:
         self.models = list_models(self.pipes, models)
         for name, module in store.modules.items() if store is not None else ():
             if all(module is not model for model in self.models.values()):
-                raise SpecError(f"the store is for a {name} that is none of the engine's models: {', '.join(self.models)}")
+                raise SpecError(f"the store's '{name}' is not one of the engine's models: {', '.join(self.models)}")
         self.caller = ModelCaller(self.forms, [*self.models.values()], read_buckets(buckets, rows, compile), compile)
         self.stand_ins = {
             id(model): make_stand_in(model, ("decode",) if hasattr(model, "decode") else ("__call__",))
@@ -417,7 +417,7 @@ class Engine:
             if not self._step_by_hand():
                 time.sleep(WAIT / 5)
         with self._lock:
-            self._end_all(Cancelled(f"the engine was drained, and {seconds:g} s were not enough"))
+            self._end_all(Cancelled(f"the engine was drained, and the request did not end within {seconds:g} s"))
         if (thread := self._thread) is not None:
             thread.join()
             self._thread = None

@@ -41,7 +41,7 @@ class LeafKind(Enum):
 
     ROWS = "a tensor with the samples first"
     BROADCAST = "a tensor of one number that holds for all samples"
-    SHARED = "whatever else: the same in all calls that are joined"
+    SHARED = "anything else: the same in all calls that are joined"
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class ModelCall:
     """One call of a model by a request, in leaves.
 
     `rows` is the number of its samples, and `key` what it shares with those that may join it; None for one that none may join,
-    since something in it can be compared with nothing.
+    since it has an argument that cannot be compared.
     """
 
     model: nn.Module
@@ -97,7 +97,7 @@ class CallForms:
     def form_of(self, call: ModelCall) -> FormState:
         """Return what is known of the form of a call that others may join."""
         if call.key is None:
-            return FormState(refused="something in it can be compared with nothing")
+            return FormState(refused="it has an argument that cannot be compared")
         return self.forms.setdefault(call.key, FormState())
 
     def describe(self, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModelCall:

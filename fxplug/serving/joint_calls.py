@@ -136,7 +136,7 @@ class ModelCaller:
         lacked = isinstance(error, torch.OutOfMemoryError)
         if lacked:
             form.limit = max(1, rows // 2)
-            LOG.warning("memory was lacking for %d rows of %s: at most %d are called at once", rows, name, form.limit)
+            LOG.warning("out of memory for %d rows of %s: from now on at most %d are called at once", rows, name, form.limit)
         if not form.proven:  # each was made alone
             if not lacked:
                 form.refused = f"the first one failed: {type(error).__name__}: {error}"
@@ -153,7 +153,7 @@ class ModelCaller:
         if not failed:
             form.limit = max(1, rows // 2)
         LOG.warning(
-            "a joint call of %s with %d rows failed, and %d of its %d requests do alone: %s: %s",
+            "a joint call of %s with %d rows failed, and %d of its %d requests fail alone too: %s: %s",
             name, rows, failed, len(asked), type(error).__name__, error,
         )  # fmt: skip
 

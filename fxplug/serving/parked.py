@@ -68,7 +68,7 @@ def _make_method(model: nn.Module, name: str) -> Callable[..., Any]:
 def check_outside() -> None:
     """Check that no request makes this call: its engine waits for it. Raises SpecError."""
     if getattr(_thread, "call", None) is not None:
-        raise SpecError("a request cannot wait for its engine, which waits for it: call submit there, and the rest elsewhere")
+        raise SpecError("a request cannot wait for its own engine, which waits for it: call only submit in a request")
 
 
 class OwnDraws:

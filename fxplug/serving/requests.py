@@ -96,7 +96,7 @@ def make_call(request: Request, pipe: Any, generator: Any) -> dict[str, Any]:
     if generator is None:
         return given
     if request.call.get("generator") is not None:
-        raise SpecError("there is a seed and a generator: leave one of them out", path=("call",), key="generator")
+        raise SpecError("seed and generator are both given: leave one of them out", path=("call",), key="generator")
     if "generator" not in known and not takes_any:
         raise SpecError(f"{type(pipe).__name__} takes no generator, and so no seed: leave it out", path=("seed",))
     return {**given, "generator": generator}

@@ -153,7 +153,7 @@ class AdapterStore:
             here = [info.name for info in infos if info.coverage.get(model)]
             if len(here) > (most := _count_room(slots)):
                 raise SpecError(
-                    f"{len(here)} adapters for {model}, which has room for {most} in a sample: use fewer", path=("adapters",)
+                    f"{len(here)} adapters for {model}, which has room for {most} per sample: use fewer", path=("adapters",)
                 )
 
     def _get_info(self, name: str) -> AdapterInfo:

@@ -64,16 +64,16 @@ def check_by_sample(
                 (alone,) = _try_pass(shared, rows, [(index, call)])
                 if (far := _distance(found, alone)) is not None:
                     raise TrainError(
-                        f"the model gives other results for the samples of '{names[index]}' where those of another adapter are "
-                        f"in the batch (by {far:.1g} of the largest): samples meet in it, as in a batch norm in training. Set "
-                        "train.mode: eval, or train the adapters in runs of their own"
+                        f"the model's results for the samples of '{names[index]}' change where those of another "
+                        f"adapter are in the batch (by {far:.1g} of the largest): it mixes samples, as a batch norm does in "
+                        "training. Set train.mode: eval, or train the adapters in runs of their own"
                     )
     for drawing, state in zip(rows.drawings, before, strict=True):
         drawing.random = state
     if drawn:
         raise TrainError(
-            "the model itself draws random numbers, which would be drawn for all adapters at once: set train.mode: eval, so "
-            "that only what is trained is in training"
+            "the model itself draws random numbers, which all adapters would share: set train.mode: eval, in which only what "
+            "you added is in training mode"
         )
 
 

@@ -48,19 +48,19 @@ def list_adapter_passes(module: TracedModule) -> list[dict[str, Any]]:
         kinds = {type(module.get_submodule(site["block"])) for site in entry["sites"] if site["block"]}
         if any(issubclass(kind, GatheredLora) for kind in kinds):  # whose gates are two
             raise SpecError(
-                f"pass '{entry['name']}' has per_sample, with which many adapters cannot be trained: leave per_sample out "
-                "here, and load what is trained into a module that has it",
+                f"pass '{entry['name']}' has per_sample, which training of many adapters does not support: leave per_sample "
+                "out here, and load the trained adapters into a module that has it",
                 path=("train", "adapters"),
             )
         if not entry["slots"] and not (kinds and kinds <= WITHOUT_SLOTS):
             raise SpecError(
-                f"pass '{entry['name']}' has no slots, and many adapters are trained for those of passes that have some: give "
-                "it 'slots', as many as are to train at once, or train: false",
+                f"pass '{entry['name']}' has no slots, which training of many adapters needs: give it 'slots', one for each "
+                "adapter that trains at once, or set train: false",
                 path=("train", "adapters"),
             )
     if not entries:
         raise SpecError(
-            "needs a pass with slots, as many as are to train at once: {lora: {at: ..., rank: 16, slots: 8}}; none is applied",
+            "needs a pass with a slot per adapter that trains at once, {lora: {at: ..., rank: 16, slots: 8}}; none is applied",
             path=("train", "adapters"),
         )
     return entries
@@ -219,8 +219,8 @@ def _find_changed(block: nn.Module, node: fx.Node) -> int:
         found = [names.index("y")]
     if not found:
         raise SpecError(
-            f"'{node.target}' is not given the value that its result takes the place of, so that an adapter without it cannot "
-            "train beside others: leave it out",
+            f"'{node.target}' does not read the value that its result replaces, so adapters without it cannot share its batch: "
+            "leave it out",
             path=("passes",),
         )
     return found[0]
@@ -443,8 +443,8 @@ def _call_by_rows(tree: nn.Module, graph: fx.Graph, name: str, blocks: Sequence[
             else:
                 called = getattr(user.target, "__name__", user.target)
                 raise SpecError(
-                    f"'{name}' changes a parameter that '{called}' reads, where it is not known which rows are of which sample "
-                    "in the batch: exclude the layer from the pass",
+                    f"'{name}' changes a parameter of '{called}', where fxplug cannot tell which rows belong to which sample: "
+                    "exclude the layer from the pass",
                     path=("train", "adapters"),
                 )
         replace(node, node.args[0])

@@ -177,7 +177,7 @@ def prove_adapter(trainer: Trainer, task: PipelineDenoise, folder: Path) -> None
     beside = find_frozen_network(trainer.module) if network is None and not task.beside else None
     controls = network or beside
     if task.added.names and (controls is None or controls.guess_mode or len(task.added.names) > 1):
-        trainer.watch.note(f"{what}: not compared, as the stock pipeline does not take '{task.added.names[0]}' so")
+        trainer.watch.note(f"{what}: not compared, as the stock pipeline does not take '{task.added.names[0]}' in this way")
         return
     try:
         call, seed, added = task.last_sample()

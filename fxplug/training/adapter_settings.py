@@ -15,11 +15,11 @@ PATH = ("train", "adapters")
 OBJECTS = ("data", "test", "task")  # of an adapter in Python: no plain values
 # settings of a run that would need something of the batch of all adapters, and why there is none
 REFUSED: dict[str, str] = {
-    "trainable": "the base is one for all adapters, and stays as it is",
-    "assistant": "the base is one for all adapters, and stays as it is",
-    "shard": "the run is one process",
-    "parallel": "the run is one process",
-    "compile": "the batch has other adapters as they end",
+    "trainable": "all adapters share the base, which does not change",
+    "assistant": "all adapters share the base, which does not change",
+    "shard": "such a run uses one process",
+    "parallel": "such a run uses one process",
+    "compile": "the adapters of a batch change when one ends",
     "checkpointing": "the samples of each adapter are computed by its own blocks",
     "blocks_to_swap": "each adapter has a pass of its own through the blocks",
     "plugins": "a plugin sees one module, and each adapter has its own",
@@ -68,7 +68,7 @@ def make_adapter_data(common: Data | None, one: TrainedAdapter, index: int) -> D
     own = one.data
     if own is None:
         if common is None:
-            raise SpecError("needs 'data', as there is no section 'data' with samples for all", path=(*PATH, index))
+            raise SpecError("needs 'data', because there is no section 'data' for all adapters", path=(*PATH, index))
         return common
     kinds = [kind for kind in KINDS if shared.get(kind) is not None]
     if isinstance(own, str):
@@ -87,12 +87,12 @@ def check_adapter_settings(settings: Train, accelerator: Accelerator) -> None:
     for key, why in REFUSED.items():
         default = Train.model_fields[key].get_default(call_default_factory=True)
         if getattr(settings, key) not in (default, None, False):
-            raise SpecError(f"is not for a run of many adapters: {why}", path=("train", key))
+            raise SpecError(f"cannot be used with many adapters: {why}", path=("train", key))
     if settings.test.best:
-        finding = "is not for a run of many adapters, whose weights are those of their last steps"
+        finding = "cannot be used with many adapters: each has the weights of its last step"
         raise SpecError(finding, path=("train", "test", "best"))
     if settings.precision == "fp16":
-        finding = "is not for a run of many adapters, which would share one loss scale: bf16, or fp32"
+        finding = "cannot be used with many adapters, which would share one loss scale: set bf16 or fp32"
         raise SpecError(finding, path=("train", "precision"))
     if accelerator.num_processes > 1:
         finding = f"are trained in one process, and there are {accelerator.num_processes}: start it without torchrun"

@@ -42,7 +42,7 @@ def choose_precision(
     chosen = find_precision(module, settings, others=others)
     if chosen == settings.precision:
         return settings, accelerator, []
-    note = f"the model is in half precision: the run computes as with precision: {chosen}, and what trains is float32"
+    note = f"the model is in half precision: the run computes as with precision: {chosen}, and trained parameters are float32"
     return settings.model_copy(update={"precision": chosen}), remake_accelerator(chosen, accelerator), [note]
 
 

@@ -162,7 +162,7 @@ def check_fits(module: TracedModule, task: Task, batch: Mapping[str, Any], draws
         dtype = {"bf16": "bfloat16", "fp16": "float16"}[accelerator.mixed_precision]
         raise TrainError(
             f"the graph of this model does not hold under autocast (precision: {accelerator.mixed_precision}): {failure}\n  "
-            f"convert the model before the trace (dtype: {dtype}), what trains is float32 all the same; or take precision: fp32"
+            f"convert the model before the trace (dtype: {dtype}; trained parameters stay float32), or set precision: fp32"
         ) from failure
     for name, one in traced.items():
         given[name] = torch.empty(one.shape or (), dtype=one.dtype, device=given[name].device)

@@ -61,7 +61,7 @@ def remake_accelerator(precision: str, accelerator: Accelerator) -> Accelerator:
     on a CPU."""
     if precision == "fp16" and accelerator.device.type == "cpu":
         raise TrainError(
-            "what trains is float16, and computing in it needs loss scaling and so a GPU: on a CPU set dtype: bfloat16 or "
+            "the trained parameters are float16, which needs loss scaling and so a GPU: on a CPU set dtype: bfloat16 or "
             "float32, or precision: bf16"
         )
     return make_accelerator(precision, str(accelerator.device))

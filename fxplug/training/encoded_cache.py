@@ -82,7 +82,7 @@ class EncodedCache:
         except ArtifactError as error:
             if os.path.isfile(path) and not self._broken:  # else another process has removed it
                 self._broken = True
-                self.note(f"a file of the cache cannot be used and is written again: {error}")
+                self.note(f"a file of the cache is unusable; it is written again: {error}")
             return None
 
     def put(self, key: Any, value: Any) -> bool:
@@ -91,7 +91,7 @@ class EncodedCache:
         try:
             entry = _CacheEntry(json.dumps(_encode_structure(value, tensors, set())), tensors)
         except _Unknown as error:
-            self._stop(f"a value of the cache has a {error}, which it cannot store: the run goes on without")
+            self._stop(f"the cache cannot store a {error}: the run continues without it")
             return False
         name = compute_key_digest(key)
         self._keep(name, entry)
@@ -103,8 +103,8 @@ class EncodedCache:
         except OSError as error:
             cure = "free some space, or set" if error.errno in FULL else "set"
             self._stop(
-                f"the cache in '{self.folder}' cannot be written: {reading.get_reason(error)}. The run goes on and encodes "
-                f"again what is not there: {cure} 'cache' in the section 'data' to a folder elsewhere, or to false"
+                f"the cache in '{self.folder}' cannot be written: {reading.get_reason(error)}. The run continues and encodes "
+                f"what is missing: {cure} 'cache' in the section 'data' to a folder elsewhere, or to false"
             )
             return False
 
@@ -259,10 +259,10 @@ def _read(path: Path, name: str) -> _CacheEntry:
     with reading.open_regular_file(path, raises=raises) as file:
         head = weight_files.read_header(file, raises)
         if head.about.get("key") != name:
-            raise raises("is not the entry that its name says")
+            raise raises("does not match its name")
         entry = _CacheEntry(head.about.get("value", ""), dict(weight_files.read_tensors(file, head, raises)))
     if entry.about(name) == head.about:
         with contextlib.suppress(LookupError, ValueError, TypeError, RuntimeError):
             entry.value()
             return entry
-    raise raises("is damaged: it has other bytes than were written")
+    raise raises("is damaged: its bytes have changed since it was written")

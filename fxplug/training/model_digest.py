@@ -63,7 +63,7 @@ def _described(maker: Any) -> Any:
         return [_described(value) for value in maker]
     found = _plain(maker)
     if found == _class(type(maker)):
-        raise TrainError(f"a cache cannot tell what a {type(maker).__name__} does: give modules, tokenizers or plain values")
+        raise TrainError(f"the cache cannot identify a {type(maker).__name__}: give modules, tokenizers or plain values")
     return found
 
 
@@ -80,7 +80,7 @@ def _of_module(module: nn.Module) -> list[Any]:
 
 def _of_tensor(tensor: Tensor) -> list[Any]:
     if tensor.is_meta:
-        raise TrainError("a cache cannot tell weights on the meta device from others: load them first")
+        raise TrainError("the cache cannot identify weights on the meta device: load them first")
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
     return [str(tensor.dtype), list(tensor.shape), tensor.device.type, hashlib.sha256(data).hexdigest()]

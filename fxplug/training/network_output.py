@@ -108,7 +108,7 @@ def make_network_model(module: TracedModule, network: TrainedNetwork, task: Pipe
             elif network.folder is not None:
                 made = ControlNetModel.from_config(read_json(network.folder / "config.json"))
             else:
-                raise ArtifactError(f"how the {KIND} was made is not known, and with it its configuration")
+                raise ArtifactError(f"the configuration of the {KIND} is unknown, because it was passed as a module")
         made.load_state_dict(weights, assign=True)
     except ArtifactError:
         raise

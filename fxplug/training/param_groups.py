@@ -65,7 +65,7 @@ def find_precision(module: TracedModule, settings: Train, *, others: bool = Fals
     trained = [named[name].dtype for group in _groups(module, settings.trainable, others) for name in group["names"]]
     halves = [name for name, dtype in zip(("fp16", "bf16"), HALVES, strict=True) if dtype in trained]
     if len(halves) == 2:
-        finding = "what trains is float16 and bfloat16: say in which of the two the run computes, bf16 or fp16"
+        finding = "the trained parameters are float16 and bfloat16: set precision to bf16 or fp16"
         raise SpecError(finding, path=("train", "precision"))
     return halves[0] if halves else "fp32"
 

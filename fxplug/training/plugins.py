@@ -89,6 +89,6 @@ def load_plugins(specs: Sequence[Any], *, base: str | Path | None, on_error: str
         return Plugins()
     load = extensions.import_part("hooks", "training_plugins")
     if load is None:
-        raise SpecError(f"no extension is there that loads plugins{extensions.describe_unusable()}", path=("train", "plugins"))
+        raise SpecError(f"no installed extension loads plugins{extensions.describe_unusable()}", path=("train", "plugins"))
     made: Plugins = load(specs, base=base, on_error=on_error)
     return made

@@ -77,18 +77,18 @@ class Progress:
             return
         if self.size is None or state.get("batch") is None or self.grouped:
             why = "a DataLoader" if self.size is None or state.get("batch") is None else "data in buckets"
-            found = f"{quote(state.get('batch'))} samples a batch and {state['epoch_samples']} an epoch then"
+            found = f"{quote(state.get('batch'))} samples per batch and {state['epoch_samples']} per epoch then"
             now = f"{quote(self.size)} and {self.batches * (self.size or 1)} now"
             raise TrainError(f"{found}, {now}: with {why} both must stay as they were")
         if state["epoch_samples"] != self.batches * self.size:
             raise TrainError(
                 f"an epoch had {state['epoch_samples']} samples then, and has {self.batches * self.size} now in batches of "
-                f"{self.size}: set 'batch' so that as many fill whole batches"
+                f"{self.size}: set 'batch' so that the same number fills whole batches"
             )
         if state["done"] % self.size:
             raise TrainError(
-                f"{state['done']} samples of the epoch are done, and they are no whole number of batches of {self.size}: set "
-                "'batch' to a divisor of it, or resume from another checkpoint"
+                f"{state['done']} samples of the epoch are done, which is not a multiple of the batch {self.size}: set "
+                "'batch' to a divisor of that number, or resume from another checkpoint"
             )
         if state.get("accumulate") is not None:
             raise TrainError("a plugin has changed 'accumulate' within the run, so batch and processes must stay as they were")

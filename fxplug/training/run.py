@@ -181,7 +181,7 @@ def _train_adapters(
         check_options(settings.task)
     check_adapter_settings(settings, accelerator)
     if isinstance(kind.part, list) and len(kind.part) > 1:
-        raise SpecError("names several models, and many adapters are of one: name one", path=("model", "part"))
+        raise SpecError("names several models, but many adapters train for one: name one", path=("model", "part"))
     adapters: list[dict[str, Any]] = []
     for index, one in enumerate(settings.adapters):
         own = make_adapter_settings(settings, index)

@@ -92,7 +92,7 @@ class RunFolder:
                 held = json.loads((self.path / MARK).read_text("utf-8"))
                 who = f"process {held['pid']} on {held['host']}, which began at {held['started']},"
             os.close(handle)
-            raise TrainError(f"'{self.path}' has a run that goes on, and {who} writes into it: give another folder") from None
+            raise TrainError(f"'{self.path}' has a run that is not over: {who} writes into it; give another folder") from None
         except OSError:  # a file system without locks
             pass
         _HANDLES.add(handle)

@@ -259,7 +259,7 @@ class RunOutputs:
         if lost is None:
             text += f": the training is saved in '{kept[-1]}' (continue with --resume){module}"
         else:
-            text += f", and nothing of it is saved because {lost}; {self.folder.newest}"
+            text += f", and nothing of its training is saved, because {lost}; {self.folder.newest}"
         error.add_note(text)
         self.watch.note(text, said=False)
 

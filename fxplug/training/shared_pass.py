@@ -136,10 +136,10 @@ class SharedModule(nn.Module):
         assert self.thread is not None
         leaves, spec = tree_flatten((args, kwargs))
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            raise TrainError("the loss wants a gradient to what the module is called with, which is not for many adapters")
+            raise TrainError("the loss needs gradients of the module's inputs: not supported for many adapters")
         self.call = made = SharedCall(leaves, spec, torch.is_grad_enabled())
         if not made.size:
-            raise TrainError("the module is called without a tensor that has samples, and adapters are distinguished by these")
+            raise TrainError("the module is called without a tensor that has samples, by which adapters are distinguished")
         self.thread.pause()
         self.call = None
         return made.result

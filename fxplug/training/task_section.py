@@ -30,7 +30,7 @@ class Schedule(Section):
     """Options of `constant`, `linear` and `cosine`."""
 
     warmup: float = declare(
-        0, "so many steps the rate rises to `lr`; below 1 it is that share of all steps; epochs with `per: epoch`", 100, ge=0
+        0, "steps in which the rate rises to `lr`; below 1: a share of all steps; with `per: epoch`: epochs", 100, ge=0
     )
     floor: float = declare(0.0, "the share of the rate that is left at the end", 0.1, ge=0, le=1)
     per: Literal["step", "epoch"] = declare("step", "whether the rate changes with each step or with each epoch", "epoch")
@@ -107,7 +107,7 @@ class ClassifyOptions(Section):
     criterion: Named = declare(
         None, "instead of cross entropy a function (outputs, labels), by import path, with options", "my_losses:Focal"
     )
-    call: Calls = declare(None, "what the inputs of the model get, where their names do not say it", {"x": "image"})
+    call: Calls = declare(None, "the value for each input whose name does not tell it", {"x": "image"})
 
     @field_validator("mixup", "cutmix")
     @classmethod
@@ -160,22 +160,22 @@ class DenoiseOptions(Section):
         "`mse`, `huber` or `smooth_l1`, these two with `delta` and its `schedule`: `constant`, `exponential`, `snr`",
         {"huber": {"delta": 0.1, "schedule": "snr"}},
     )
-    noise_offset: float = declare(0.0, "noise that a sample has in all of a channel, a deviation; 0: none", 0.05, ge=0, le=1)
+    noise_offset: float = declare(0.0, "standard deviation of noise that is constant over a channel; 0: none", 0.05, ge=0, le=1)
     weighting: Text = declare("none", "weights of flow matching: `none`, `sigma_sqrt`, `cosmap`", "cosmap")
-    time_scale: float = declare(1.0, "what the times of flow matching are multiplied by", 0.001, gt=0, le=1e6)
-    call: Calls = declare(None, "what the inputs of the model get, where their names do not say it", {"x": "noisy"})
+    time_scale: float = declare(1.0, "the factor of the times of flow matching", 0.001, gt=0, le=1e6)
+    call: Calls = declare(None, "the value for each input whose name does not tell it", {"x": "noisy"})
     samples: Annotated[Any, make_validator(_read_samples, int | list[str] | list[int])] = declare(
         8, "how many pictures, or a list of their captions or labels", ["a dog", "a cat"]
     )
     prompts: Annotated[Any, make_validator(_read_prompts, str | list[Any] | None)] = declare(
         None,
-        "in the place of `samples` prompts of your own, each text or a mapping; or a file of them: .txt, .yaml or .json",
+        "your own prompts instead of `samples`, each text or a mapping; or a file of them: .txt, .yaml or .json",
         [{"prompt": "a cat", "seed": 42, "guidance": 4.0}],
     )
     guidance: float = declare(1.0, "guidance of the pictures (arXiv 2207.12598); 1: none", 4.0, ge=-1e4, le=1e4)
-    sample_steps: int = declare(20, "steps that make a picture", 50, ge=1, le=MOST)
+    sample_steps: int = declare(20, "sampling steps per picture", 50, ge=1, le=MOST)
     train_guidance: float | None = declare(
-        None, "guidance that is learnt, as in DreamArtist (arXiv 2211.11337); null: none", 3.0, ge=-1e4, le=1e4
+        None, "guidance that the model learns, as in DreamArtist (arXiv 2211.11337); null: none", 3.0, ge=-1e4, le=1e4
     )
     negative: str = declare("", "the caption that guidance leads away from", "blurry")
     preserve: Text | None = declare(
@@ -188,7 +188,7 @@ class TextOptions(Section):
     """Options of a text encoder from a folder."""
 
     max_length: int | None = declare(
-        None, "tokens of a caption; null: as many as the tokenizer and the encoder take", 77, ge=1, le=65536
+        None, "tokens per caption; null: the most that tokenizer and encoder take", 77, ge=1, le=65536
     )
     layer: int = declare(-1, "the hidden state that is taken; -2 for the one before the last", -2, ge=-1000, le=1000)
     dtype: Dtype | None = declare(None, "the dtype of its weights; null: unchanged", "bfloat16")

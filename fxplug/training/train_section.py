@@ -120,8 +120,8 @@ Size = Annotated[int | tuple[int, int] | None, make_validator(_size, int | list[
 class Save(Section):
     """Checkpoints: one every so many `every` steps (0: only at the end), of which the last `keep` stay."""
 
-    every: int = declare(500, "steps from one checkpoint to the next; 0: only at the end", 100, ge=0)
-    keep: int = declare(2, "how many checkpoints stay", 3, ge=1)
+    every: int = declare(500, "steps between checkpoints; 0: only at the end", 100, ge=0)
+    keep: int = declare(2, "how many checkpoints are kept", 3, ge=1)
     on_full_disk: Stop = declare("stop", "whether the run stops when a checkpoint does not fit on the disk", "continue")
 
 
@@ -130,17 +130,17 @@ class Log(Section):
 
     every: int = declare(1, "steps between TensorBoard events; log.jsonl has every step", 10, ge=1)
     tensorboard: bool = declare(True, "whether there are TensorBoard events", False)
-    samples: int = declare(0, "steps from one picture to the next; 0: only at the end", 500, ge=0)
+    samples: int = declare(0, "steps between pictures; 0: only at the end", 500, ge=0)
 
 
 class Test(Section):
     """How many epochs apart the tests are (0: only at the end), after how many without a better result the run ends, and
     whether `module/` is what tested best."""
 
-    every: int = declare(0, "epochs from one test to the next; 0: only at the end", 1, ge=0)
-    patience: int | None = declare(None, "after how many tests without a better result the run ends; null: never", 3, ge=1)
+    every: int = declare(0, "epochs between tests; 0: only at the end", 1, ge=0)
+    patience: int | None = declare(None, "the run ends after this many tests without a better result; null: never", 3, ge=1)
     best: bool = declare(
-        False, "whether `module/` is of the best test, by the task's metric or the lowest loss, not of the last step", True
+        False, "whether `module/` is the model of the best test, by the task's metric or the lowest loss", True
     )
 
 
@@ -148,14 +148,14 @@ class Parallel(Section):
     """How many processes share each sample: along its tokens by heads (Ulysses), and around a ring."""
 
     ulysses: int = declare(1, "processes that share a sample's tokens and its heads", 2, ge=1)
-    ring: int = declare(1, "processes around which keys and values go", 2, ge=1)
+    ring: int = declare(1, "processes that pass keys and values around", 2, ge=1)
 
 
 class GroupRates(Section):
     """The rates of the parameters that a pattern of `groups` names."""
 
     lr: float | None = declare(None, "their learning rate; null: as in their pass", 1e-3, ge=0)
-    lr_ratio: float | None = declare(None, "so many times the learning rate of their pass", 16.0, gt=0, le=1e6)
+    lr_ratio: float | None = declare(None, "their learning rate as a multiple of their pass's", 16.0, gt=0, le=1e6)
     weight_decay: float | None = declare(None, "their weight decay; null: as in their pass", 0.01, ge=0)
 
     @model_validator(mode="after")
@@ -186,9 +186,9 @@ class TrainedAdapter(Section):
     dropout: float | None = declare(None, "its dropout; null: as in the pass", 0.1, ge=0, lt=1)
     seed: int | None = declare(None, "the seed of its weights, samples and noise; null: the seed of the run", 1, ge=0)
     steps: int | None = declare(None, "how many steps; or `epochs`", 1000, ge=1)
-    epochs: int | None = declare(None, "how many times all its samples; or `steps`", 10, ge=1)
-    batch: int = declare(8, "its samples of a micro step", 2, ge=1)
-    accumulate: int = declare(1, "its micro steps of a step", 4, ge=1)
+    epochs: int | None = declare(None, "how often it uses all its samples; or `steps`", 10, ge=1)
+    batch: int = declare(8, "its samples per micro-step", 2, ge=1)
+    accumulate: int = declare(1, "its micro-steps per optimizer step", 4, ge=1)
     lr: float = declare(1e-4, "its learning rate", 3e-4, ge=0)
     weight_decay: float = declare(0.0, "its weight decay", 0.01, ge=0)
     groups: dict[Text, GroupRates] = declare({}, "rates of some of its parameters", {"**.up": {"lr_ratio": 16.0}})
@@ -205,14 +205,14 @@ class Train(Section):
     """
 
     task: One = declare(..., "`denoise`, `classify`, or your own `package.module:Class`, with options below it", "classify")
-    steps: int | None = declare(None, "how many steps; or give `epochs`", 1000, ge=1)
-    epochs: int | None = declare(None, "how many times all samples; or give `steps`", 10, ge=1)
-    batch: int = declare(8, "samples of a process and micro step", 16, ge=1)
-    accumulate: int = declare(1, "micro steps of a step", 4, ge=1)
+    steps: int | None = declare(None, "optimizer steps; or give `epochs`", 1000, ge=1)
+    epochs: int | None = declare(None, "how often all samples are used; or give `steps`", 10, ge=1)
+    batch: int = declare(8, "samples per process and micro-step", 16, ge=1)
+    accumulate: int = declare(1, "micro-steps per optimizer step", 4, ge=1)
     lr: float = declare(1e-4, "the learning rate of passes without their own; 1 with `prodigy`", 3e-4, ge=0)
     weight_decay: float = declare(0.0, "the weight decay of passes without their own", 0.01, ge=0)
     groups: dict[Text, GroupRates] = declare(
-        {}, "rates of the parameters that a pattern names; of several patterns the last one", {"**.up": {"lr_ratio": 16.0}}
+        {}, "rates of the parameters that a pattern names; the last matching pattern counts", {"**.up": {"lr_ratio": 16.0}}
     )
     optimizer: One = declare(
         Use("adamw", {}),
@@ -227,24 +227,24 @@ class Train(Section):
     clip: float | None = declare(None, "the largest norm of the gradient; null does not clip", 1.0, gt=0)
     precision: Literal["fp32", "fp16", "bf16"] = declare(
         "fp32",
-        "`fp32` (of a model in half precision its dtype), `bf16`, or `fp16` with loss scaling; what trains is float32",
+        "`fp32` (a model in half precision keeps its dtype), `bf16`, or `fp16` with loss scaling; what trains is float32",
         "bf16",
     )
     fuse: Literal[True, False, "auto", "stock", "fused", "blas", "triton"] = declare(
         True,
-        "linear layers and their LoRA in the form of a rule for their sizes, or in one for all; equal to rounding",
+        "computes a linear layer and its LoRA in one operation, in a form chosen by size or the named one; equal to rounding",
         "fused",
     )
     compile: Literal[True, False, "regions"] = declare(
-        False, "torch.compile of the whole as one graph; regions: of repeated regions, each kind of them once", "regions"
+        False, "`true` compiles the whole as one graph, `regions` each kind of repeated region once", "regions"
     )
     checkpointing: Patterns = declare(
         False, "repeated regions compute activations again in the backward pass; or patterns", ["blocks.*"]
     )
     blocks_to_swap: int = declare(
-        0, "so many repeated regions have their frozen weights on the host, and get them when they compute", 12, ge=0
+        0, "how many repeated regions keep frozen weights on the host until they compute", 12, ge=0
     )
-    shard: Patterns = declare(False, "FSDP2 of repeated regions, or of those of these patterns, frozen base included", True)
+    shard: Patterns = declare(False, "FSDP2 of repeated regions, or of those that these patterns match, base included", True)
     parallel: Parallel | None = declare(None, "how many processes share each sample", {"ulysses": 2})
     mode: Literal["train", "eval"] = declare(
         "train", "`eval`: the base computes as in evaluation, without dropout, and only what was added trains", "eval"
@@ -258,7 +258,7 @@ class Train(Section):
     )
     trainable: list[Text] = declare([], "patterns of base parameters that train too; `**` is all of it", ["head"])
     assistant: Text | None = declare(
-        None, "an adapter file that is on, frozen, in training steps alone, and in nothing saved", "undistilled.safetensors"
+        None, "an adapter file that is active in training steps only, frozen, and never saved", "undistilled.safetensors"
     )
     ema: float | None = declare(None, "the decay of averaged weights; null keeps none", 0.999, gt=0, lt=1)
     plugins: list[One] = declare([], "classes of plugins, `package.module.Class`, with options", ["my_plugins.Watch"])
@@ -323,7 +323,7 @@ def _check_options(key: str, use: Use) -> None:
 class Buckets(Section):
     """Aspect-ratio buckets: sides are multiples of `step` between `min` and `max`, areas about that of `size`."""
 
-    step: int = declare(64, "sides are multiples of it, pixels", 32, ge=1, le=LONGEST_SIDE)
+    step: int = declare(64, "sides are multiples of this, in pixels", 32, ge=1, le=LONGEST_SIDE)
     min: int | None = declare(None, "the shortest side, pixels; null: half of `size`", 256, ge=1, le=LONGEST_SIDE)
     max: int | None = declare(None, "the longest side, pixels; null: twice `size`", 1024, ge=1, le=LONGEST_SIDE)
 
@@ -350,7 +350,7 @@ class Data(Section):
     dataset: Text | None = declare(None, "a Hugging Face data set on disk", "datasets/pets")
     call: One | None = declare(None, "a torch Dataset by import path, with options", {"my_data:Pets": {"side": 64}})
     split: Text | None = declare(None, "the part of a `dataset`", "train")
-    columns: dict[str, str] = declare({}, "what the columns of a `dataset` are called", {"image": "img", "label": "breed"})
+    columns: dict[str, str] = declare({}, "the names of the columns of a `dataset`", {"image": "img", "label": "breed"})
     captions: Literal["required", "optional", "filename", "none"] = declare(
         "required", "whether images have captions: `required`, `optional`, `filename` (the name is it) or `none`", "optional"
     )
@@ -365,7 +365,7 @@ class Data(Section):
     channels: Literal[1, 3] = declare(3, "colours of an image", 1)
     background: Colour = declare((255, 255, 255), "the colour behind transparent pixels", "black")
     frames: int | None = declare(None, "how many frames of a video are taken, from its start", 17, ge=1, le=MOST_FRAMES)
-    fps: float | None = declare(None, "frames that are taken of a second of video; null: all", 16, gt=0, le=1000)
+    fps: float | None = declare(None, "frames taken per second of video; null: all", 16, gt=0, le=1000)
     size: Size = declare(None, "a side in pixels, or [height, width]; null takes images as they are", 224)
     buckets: Buckets | None = declare(None, "aspect-ratio buckets; true has the defaults", {"step": 32})
     crop: Literal["center", "random"] = declare("center", "where an image is cut to size", "random")
@@ -376,7 +376,7 @@ class Data(Section):
     workers: int = declare(0, "processes that load images, at most 64; 0: the run itself", 4, ge=0, le=64)
     shuffle: bool = declare(True, "whether the samples of an epoch come in random order", False)
     max_corrupt: int = declare(
-        10, "so many images that cannot be read are named, counted and replaced; one more ends the run", 0, ge=0
+        10, "how many unreadable images are named and replaced; one more ends the run", 0, ge=0
     )
     test: Data | None = declare(None, "the test data: a path, or what differs from the training data", "pets/test")
     prior: Data | None = declare(
@@ -432,7 +432,7 @@ class Data(Section):
         if self.crop == "random" and self.size is None and self.call is None:
             raise convert_error(SpecError("has no effect without 'size': images stay as they are", path=("crop",)))
         if self.crop == "random" and self.cache:
-            finding = "gives an image another crop in each epoch, and a cache has one of each: set 'cache: false', or"
+            finding = "gives an image another crop in each epoch, but a cache holds one: set 'cache: false', or"
             raise convert_error(SpecError(f"{finding} 'crop: center'", path=("crop",)))
         return self
 

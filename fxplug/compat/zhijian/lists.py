@@ -40,7 +40,7 @@ class AddinEntry:
     @property
     def text(self) -> str:
         """Entry in one line, for messages."""
-        hooks = ", ".join(f"{hook.method} {'before' if hook.side == 'in' else 'behind'} {hook.path}" for hook in self.hooks[:3])
+        hooks = ", ".join(f"{hook.method} {'before' if hook.side == 'in' else 'after'} {hook.path}" for hook in self.hooks[:3])
         return f"{self.addin}: {hooks}" + (f", ... ({len(self.hooks)} places)" if len(self.hooks) > 3 else "")
 
 

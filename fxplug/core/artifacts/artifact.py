@@ -165,8 +165,8 @@ def load(
     with name_repository(folder, path), open_snapshot(path, limits) as files, convert_errors(f"{folder} cannot be read"):
         if digest is not None and digest.lower() != files.digest:
             raise ArtifactError(
-                f"{folder} has the digest {files.digest}, not {digest}: it was changed or is another one. If this one is to be "
-                "trusted, take its digest (fxplug.digest)"
+                f"{folder} has the digest {files.digest}, not {digest}: it was changed or is another folder. If you trust "
+                "this one, take its digest (fxplug.digest)"
             )
         document = files.json("graph.json")
         for name in files.files:

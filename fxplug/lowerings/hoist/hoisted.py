@@ -32,8 +32,8 @@ from .schedules import RunSchedule, Times
 from .weights import Offload, list_early
 
 AROUND = (
-    "what lower(hoist=...) gives decides on the host what is computed again, and a program that is compiled around it cannot: "
-    "call its own compile(), which compiles each stage"
+    "a hoisted module decides on the host what it computes again, which a program compiled around it cannot: call its own "
+    "compile(), which compiles each stage"
 )
 
 

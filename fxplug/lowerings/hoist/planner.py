@@ -103,7 +103,7 @@ class CallPlanner:
             if form.refused:
                 return form.refused
             if not self.check_weights():
-                return "a layer has a hook, or weights that were made in inference mode, whose writes nothing counts"
+                return "a layer has a hook, or weights that were made in inference mode, whose writes torch does not count"
             return self._place(call, form)
 
     def list_plans(self, plan: CallPlan, times: Times) -> list[CallPlan]:
@@ -182,7 +182,7 @@ class CallPlanner:
         if names:
             self._warned = True
             warnings.warn(
-                f"hoist: the condition {', '.join(map(repr, names))} has been another one in each of the last {IN_TURN} calls, "
-                "so that what depends on it is computed each time: leave it out of the conditions if it changes at every step",
+                f"hoist: the condition {', '.join(map(repr, names))} changed in each of the last {IN_TURN} calls, so nothing "
+                "that depends on it could be reused: leave it out of the conditions if it changes at every step",
                 stacklevel=2,
             )

@@ -96,16 +96,16 @@ def find_obstacle(node: fx.Node, root: nn.Module, scopes: list[fx.Node]) -> str:
     if is_drawing(node, root):
         return "draws random numbers"
     if ops.is_applied(node.target):
-        return "runs code of its own, which may do more than give a result"
+        return "runs custom code, which may have side effects"
     if node.op == "call_module":
         parts = root.get_submodule(str(node.target)).modules()
         odd = next((part for part in parts if not type(part).__module__.startswith(KNOWN)), None)
-        return "" if odd is None else f"calls a {type(odd).__name__}, of which nobody knows what else it does"
+        return "" if odd is None else f"calls a {type(odd).__name__}, whose side effects are unknown"
     if node.target in (ops.check_state, ops.autograd_query, ops.any_gradients, ops.is_same):
         return "reads more of a tensor than its values"
     if any(scope.target is MODES[0] and scope.args[0] is not False for scope in scopes):
         return "is computed with gradients"
     quiet = functions.get_short_name(node.target) in functions.RANDOM
     if node.meta.get("effect") and not quiet and node.target not in HARMLESS and not find_written(node, root):
-        return "has effects that nobody knows"
+        return "has unknown side effects"
     return ""

@@ -86,7 +86,7 @@ def predict(
     """
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     if not (isinstance(speed, (int, float)) and math.isfinite(speed) and speed > 0):
-        raise SpecError(f"speed is in teraFLOP a second, above 0, not {quote(speed)}")
+        raise SpecError(f"speed must be in TFLOP/s, above 0, not {quote(speed)}")
     try:
         plan = parallel_plan(gm, args, kwargs, ulysses=2, check=False)
     except SpecError as error:
@@ -133,7 +133,7 @@ def fastest_plan(
         SpecError: No tokens can be split, or in no way over so many processes.
     """
     if type(devices) is not int or devices < 2:
-        raise SpecError(f"devices is a number of processes, 2 or more, not {quote(devices)}")
+        raise SpecError(f"devices must be a number of processes, 2 or more, not {quote(devices)}")
     figures, speed = get_figures(link, speed)
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     rows = predict(gm, args, kwargs or {}, [devices], figures, speed)

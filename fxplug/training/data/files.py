@@ -279,10 +279,10 @@ def _settings(file: Path, given: ImageSettings | None, sidecars: Sidecars, repea
     if repeats:
         return ImageSettings(plain=concept[2], multiply=float(concept[1])).under(settings)
     text = (
-        f"the number in the name of a folder ('{concept[0]}') is not used as a count of repeats: 'repeats: folders' makes it "
-        "one"
+        f"the number in the name of a folder ('{concept[0]}') is not used as a count of repeats: set 'repeats: folders' to "
+        "use it"
     )
-    if not any(note.endswith("makes it one") for note in sidecars.notes):
+    if not any(note.endswith("to use it") for note in sidecars.notes):
         sidecars.notes.append(text)
     return settings
 

@@ -63,7 +63,7 @@ class SampleReader:
             item["caption"] = caption.shuffled() if self.train else caption.text()
         if self.spec.trigger is not None:
             if "caption" not in item:
-                raise TrainError(f"{item['name']} has no caption, before which 'trigger' is to be put: leave 'trigger' out")
+                raise TrainError(f"{item['name']} has no caption to put 'trigger' before: write one, or leave 'trigger' out")
             item["caption"] = with_trigger(item["caption"], self.spec.trigger)
         if self.hooks is not None:
             self.hooks.sample = f"epoch {epoch}, {item['name']}"

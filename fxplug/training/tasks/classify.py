@@ -92,7 +92,7 @@ class Classify(Task):
                 text = f"timm's create_transform fails with these options: {type(error).__name__}: {error}"
                 raise SpecError(text, path=(key,)) from error
             if not isinstance(found, Tensor) or not found.isfinite().all():
-                raise SpecError("with these options timm's create_transform gives no image of finite numbers", path=(key,))
+                raise SpecError("with these options timm's create_transform gives values that are not finite", path=(key,))
 
     def transform(self, train: bool) -> Callable[[Any, tuple[int, int]], Tensor]:
         options = {**self.settings, **(self.augment if train else {})}

@@ -303,5 +303,5 @@ def _explain_refusal(p: Pass) -> str:
     if isinstance(p, ParallelPass):
         return "splits a model over processes, and the text encoder is whole in one process"
     if p.inputs:
-        return f"has inputs ({', '.join(p.inputs)}), and a text encoder is given tokens alone"
+        return f"has inputs ({', '.join(p.inputs)}), but a text encoder gets only tokens"
     return "has slots, which cannot be trained: leave 'slots' out, or set train: false" if p.slots and p.train else ""

@@ -98,7 +98,7 @@ def list_part_steps(noise: Diffusion | Flow, pipe: Any, observation: Observation
     times = noise.time(torch.arange(noise.steps)).double()
     found = ((times >= (low + min(own)) / 2) & (times <= (high + max(own)) / 2)).nonzero().flatten()
     if not len(found):
-        raise SpecError(f"time of {type(pipe).__name__}: {observation.part} is called at no time that is trained",
+        raise SpecError(f"time of {type(pipe).__name__}: {observation.part} is never called at a time that training uses",
                         path=("model", "part"))  # fmt: skip
     return found
 

@@ -15,10 +15,10 @@ ELSEWHERE = {
     "scheduler": "the pipeline's own scheduler makes the noise: change scheduler/scheduler_config.json in its folder",
     "prediction": "the pipeline's own scheduler sets it: change prediction_type in scheduler/scheduler_config.json",
     "vae": "pictures are encoded by the pipeline's own VAE: change it in the pipeline's folder",
-    "call": "what the denoiser is called with is seen in the pipeline: its own arguments are set in model: {call: ...}",
+    "call": "fxplug sees in the pipeline how the denoiser is called: set the pipeline's arguments in model: {call: ...}",
     "null_label": "a pipeline takes captions, and a dropped caption is empty: set 'dropout'",
-    "time_scale": "how the time is given to the denoiser is seen in the pipeline",
-    "train_guidance": "it is learnt with 'text' by a model without a pipeline: model: {diffusers: ...}",
+    "time_scale": "fxplug sees in the pipeline how the denoiser gets the time",
+    "train_guidance": "a model without a pipeline learns it with 'text': model: {diffusers: ...}",
 }
 
 

@@ -76,7 +76,7 @@ class TrainedText:
             parameters = [p for p in part.module.parameters() if p.requires_grad]
             found = [None] if total is None else torch.autograd.grad(total, parameters, retain_graph=True, allow_unused=True)
             if all(gradient is None for gradient in found):
-                why = "it encodes captions without gradients" if total is None else "what it gives the denoiser is not of it"
+                why = "it encodes captions without gradients" if total is None else "the denoiser does not use its result"
                 raise SpecError(f"{name} cannot be trained in {kind}: {why}: leave it out", path=("text", name))
 
 

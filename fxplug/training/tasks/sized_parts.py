@@ -244,7 +244,7 @@ class SizedParts:
                     return f"a multiple of {factor}, such as {sides[0]}x{sides[1]}"
             except SpecError:
                 continue
-        return "a multiple of what the pipeline says"
+        return "one that the pipeline takes"
 
     def encode(self, image: Tensor, draw: Any, seen: Observation) -> Tensor:
         """Return a sample of what the VAE makes of pictures, each encoded by itself.

@@ -74,7 +74,7 @@ def open_prompts(
     with prefix_path("prompts"):
         prompts = read_prompts(given, base)
         if prompts and samples != SAMPLES:
-            raise SpecError("are drawn in the place of 'samples': give one of the two")
+            raise SpecError("replace 'samples': give one of the two")
     return prompts, [one.prompt for one in prompts] or samples
 
 
