@@ -38,7 +38,7 @@ The figures are computed, not measured. The recipe's model is built and traced o
 - 1 GB for the device.
 
 [Training](../guides/training.md#begin-with-a-recipe) has the formula. "Cached" is a run whose pictures and captions are
-[encoded once](../guides/training.md#cache-what-is-encoded): the text encoders and the VAE have left the GPU when the steps
+[encoded once](../guides/training.md#cache-latents-and-captions): the text encoders and the VAE have left the GPU when the steps
 begin. They fill it while they encode.
 """
 ABOUT = "Train it: layers to adapt, the YAML, memory, files, limits. Written by `make pages` from the recipes"
