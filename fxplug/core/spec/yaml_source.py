@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import os
@@ -147,6 +148,11 @@ def read_yaml(path: Path, limits: Limits = DEFAULT) -> Source:
 
 def parse_yaml(text: str, file: str = "", limits: Limits = DEFAULT) -> Source:
     """Parse one YAML document; duplicate keys, tags and broken YAML raise SpecError with file and line."""
+    source = (_parse if len(text) > SHORT else _parse_once)(text, file, limits)
+    return Source(copy.deepcopy(source.data), file, dict(source.lines))
+
+
+def _parse(text: str, file: str, limits: Limits) -> Source:
     source = Source(None, file)
     loader = None
     try:
@@ -168,6 +174,10 @@ def parse_yaml(text: str, file: str = "", limits: Limits = DEFAULT) -> Source:
         if loader is not None:
             loader.dispose()
     return source
+
+
+SHORT = 1 << 14  # characters of a text that is worth keeping: pass files are read again for each pass that is loaded
+_parse_once = functools.lru_cache(64)(_parse)
 
 
 def _plain(
