@@ -148,7 +148,7 @@ def read_yaml(path: Path, limits: Limits = DEFAULT) -> Source:
 
 def parse_yaml(text: str, file: str = "", limits: Limits = DEFAULT) -> Source:
     """Parse one YAML document; duplicate keys, tags and broken YAML raise SpecError with file and line."""
-    source = (_parse if len(text) > SHORT else _parse_once)(text, file, limits)
+    source = _parse_once(text, file, limits) if len(text) <= SHORT else _parse(text, file, limits)
     return Source(copy.deepcopy(source.data), file, dict(source.lines))
 
 
