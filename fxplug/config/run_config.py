@@ -26,6 +26,7 @@ from ..core.spec.pass_file import find_file, is_file_name, open_pass
 from ..core.spec.rules import COMMON, Pass, check_common
 from ..core.spec.yaml_source import (
     QUOTES,
+    S,
     Section,
     Source,
     Text,
@@ -181,6 +182,34 @@ def load_config(
     Raises:
         SpecError: Anything is wrong; with file and line.
     """
+    config, read, base = read_settings(make_config_model(), source, set, base=base, limits=limits)
+    config._source, config._base = read, base
+    return config
+
+
+def read_settings(
+    section: type[S],
+    source: str | Path | Mapping[str, Any],
+    set: Sequence[str] = (),
+    *,
+    base: str | Path | None = None,
+    limits: Limits = DEFAULT,
+) -> tuple[S, Source, Path]:
+    """Read a section that is the whole of a file, as `load_config` reads a run configuration.
+
+    Args:
+        section: Its class.
+        source: As of `load_config`.
+        set: As of `load_config`.
+        base: As of `load_config`.
+        limits: Bounds of what is read.
+
+    Returns:
+        The section, the data that it was read from, and the folder that its paths are relative to.
+
+    Raises:
+        SpecError: Anything is wrong; with file and line.
+    """
     if isinstance(source, Mapping):
         read, base = Source(_plain(source, ())), Path(base or Path.cwd())
     elif isinstance(source, (str, Path)):
@@ -191,14 +220,12 @@ def load_config(
     if not isinstance(read.data, dict):
         raise read.error(f"must be a mapping with 'model', not {quote_yaml(read.data)}")
     for item in [set] if isinstance(set, str) else set:
-        _assign(read, item)
+        _assign(read, item, section)
     try:
         with read.inside(), report_errors(read.error, "names a file whose path the system does not accept"):
-            config = make_config_model().model_validate(read.data, context={"source": read, "base": base})
+            return section.model_validate(read.data, context={"source": read, "base": base}), read, base
     except ValidationError as error:
-        raise _translated(error, make_config_model(), read) from None
-    config._source, config._base = read, base
-    return config
+        raise _translated(error, section, read) from None
 
 
 def _plain(value: Any, path: tuple[str | int, ...]) -> Any:
@@ -231,7 +258,10 @@ def _translated(error: ValidationError, section: type[BaseModel], source: Source
     return SpecError("\n".join(map(str, found)))
 
 
-def _assign(source: Source, item: str) -> None:
+OPEN = ("model", "options"), ("model", "call")  # mappings of any keys
+
+
+def _assign(source: Source, item: str, section: type[BaseModel]) -> None:
     """Set the value of `path=value` in the data; an error about an unknown path names the nearest key."""
     here = Where(f"--set {item}")
     text, equals, value = item.partition("=")
@@ -246,7 +276,7 @@ def _assign(source: Source, item: str) -> None:
     node: Any = source.data
     path: tuple[str | int, ...] = ()
     while True:
-        key, text, step = _step(node, text, path, here)
+        key, text, step = _step(node, text, path, here, section)
         path = (*path, key)
         if not text:
             break
@@ -254,7 +284,7 @@ def _assign(source: Source, item: str) -> None:
             step = {}
         elif isinstance(step, str) and path[:-1] == ("passes",):
             step = {step: {}}
-        elif step is None and (path[0] in ("inputs", *read_sections()) or path in (("model", "options"), ("model", "call"))):
+        elif step is None and (list_fields(section, path) or path[0] in ("inputs", *read_sections()) or path in OPEN):
             step = {}
         elif not isinstance(step, (dict, list)):
             finding = f"no such key: '{format_path(path)}' is {quote_yaml(step)}, which has no '{text}'"
@@ -267,7 +297,9 @@ def _assign(source: Source, item: str) -> None:
     source.lines[path] = here
 
 
-def _step(node: Any, text: str, path: tuple[str | int, ...], here: Where) -> tuple[Any, str, Any]:
+def _step(
+    node: Any, text: str, path: tuple[str | int, ...], here: Where, section: type[BaseModel]
+) -> tuple[Any, str, Any]:
     """Return the first key of `text` in `node`, the rest of `text`, and the value there (None: nothing)."""
     head, _, rest = text.partition(".")
     if isinstance(node, list):
@@ -280,7 +312,7 @@ def _step(node: Any, text: str, path: tuple[str | int, ...], here: Where) -> tup
         key = max(inside, key=len)
         return key, text[len(key) + 1 :], node[key]
     inside_model = ["options", "call"] if "pipeline" in node else ["options"]
-    inside = inside_model if path == ("model",) else [*list_fields(make_config_model(), path)]
+    inside = inside_model if path == ("model",) else [*list_fields(section, path)]
     known = list(dict.fromkeys([*node, *inside]))
     closed = not path or rest or (path[0] == "passes" and len(path) == 2)
     if closed and head not in known:
