@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,11 +53,11 @@ class ActiveRequest:
     @property
     def steps(self) -> int:
         """How many steps its scheduler shall make; 0 before that is known."""
-        made = getattr(self.pipe, "num_timesteps", None)
+        made = getattr(self.pipe, "num_timesteps", None) if self.count.steps else 0  # before it is that of an earlier call
         if isinstance(made, int):
             return made
         steps = getattr(getattr(self.pipe, "scheduler", None), "timesteps", None)
-        return 0 if steps is None or not self.count.steps else len(steps)
+        return 0 if steps is None else len(steps)
 
 
 class Engine:
@@ -128,7 +129,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._news = threading.Event()
         self._draining = False
-        self._fault: BaseException | None = None
+        self.fault: BaseException | None = None  # by which the engine's own thread has ended
 
     def __repr__(self) -> str:
         return f"Engine({', '.join(self.models)}; {len(self._queued)} queued, {len(self._active)} running, {self.calls} calls)"
@@ -164,8 +165,8 @@ class Engine:
         if request.deadline_s is not None:
             ticket.deadline = time.monotonic() + request.deadline_s
         with self._queue_lock:
-            if self._fault is not None:
-                raise QueueFull(f"the engine has ended by an error, and takes no more: {self._fault}")
+            if self.fault is not None:
+                raise QueueFull(f"the engine has ended by an error, and takes no more: {self.fault}")
             if self._draining:
                 raise QueueFull("the engine is being drained, and takes no more")
             if len(self._queued) >= self.queue:
@@ -216,6 +217,20 @@ class Engine:
             ended = [ticket for ticket in open_ if ticket.has_ended()]
             open_ = [ticket for ticket in open_ if not ticket.has_ended()]
             yield from ended
+
+    def count_requests(self) -> tuple[int, int]:
+        """Count the requests that wait to be taken in, and those that run."""
+        return len(self._queued), len(self._active)
+
+    def count_denoiser_calls(self) -> tuple[int, int]:
+        """Count the calls of denoisers, joint ones and others, and the samples in them."""
+        made, rows = self.caller.made, self.caller.rows
+        return sum(made[key] for key in self._denoisers), sum(rows[key] for key in self._denoisers)
+
+    @property
+    def has_thread(self) -> bool:
+        """Whether a thread makes the steps."""
+        return self._thread is not None
 
     # --- steps
 
@@ -316,7 +331,9 @@ class Engine:
         kind, pipe = classify_request(request), self.pipes[request.task]
         scheduler = find_scheduler(request.scheduler, pipe)
         if (learnt := self.learnt.get(kind)) is None:
-            learnt = self.learnt[kind] = learn_request(request, pipe, self.stand_ins, self.forms, scheduler)
+            learnt = self.learnt[kind] = learn_request(
+                request, pipe, self.stand_ins, self.forms, scheduler, partial(self._note_call, ticket)
+            )
         rows = learnt.check()
         generator = None if request.seed is None else torch.Generator().manual_seed(request.seed)
         call = make_call(request, pipe, generator)
@@ -325,6 +342,9 @@ class Engine:
         thread = RequestThread(lambda: own(**call), self.forms.describe, draws)
         ticket.move("running")
         return ActiveRequest(ticket, thread, own, count, rows, resources, adapters)
+
+    def _note_call(self, ticket: Ticket, model: nn.Module) -> None:
+        ticket.denoises |= id(model) in self._denoisers
 
     def _resume(self, one: ActiveRequest) -> list[Ticket]:
         """Let a request go on to its next call; gives its ticket if it has ended."""
@@ -341,6 +361,7 @@ class Engine:
                 LOG.error("request %s: %s; pictures that are made now may be wrong", one.ticket.id[:8], error)
                 return self._end(one, error)
         if not one.thread.done:
+            self._note_call(one.ticket, one.thread.call.model)
             one.ticket.move("running", one.count.steps, one.steps)
             one.rows = max(one.rows, one.thread.call.rows)
             self._active.remove(one)
@@ -400,7 +421,7 @@ class Engine:
                     self._news.wait(WAIT)
         except BaseException as error:  # of whatever is called within a step
             LOG.exception("the engine's thread ends by an error")
-            self._fault = error
+            self.fault = error
             self._end_all(error)
 
     def drain(self, seconds: float = 60.0) -> None:
@@ -413,7 +434,7 @@ class Engine:
         self._draining = True
         end = time.monotonic() + seconds
         self._news.set()
-        while not self.is_idle and time.monotonic() < end and self._fault is None:
+        while not self.is_idle and time.monotonic() < end and self.fault is None:
             if not self._step_by_hand():
                 time.sleep(WAIT / 5)
         with self._lock:

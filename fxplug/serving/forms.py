@@ -122,6 +122,23 @@ class CallForms:
         call.key = None if None in leaves else (*structure_of(call), call.modes, leaves)
         return call
 
+    def list_forms(self, models: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, str]]:
+        """List the forms that were called.
+
+        Args:
+            models: The models by name.
+
+        Yields:
+            The name of the model, the sizes of one sample in its tensors, and "joined", "not met twice", or why calls of it are
+            not made jointly.
+        """
+        names = {id(model): name for name, model in models.items()}
+        for (model, method, _, _, leaves), form in self.forms.items():
+            tensors = [leaf for leaf in leaves if len(leaf) == 5]  # those with the samples first
+            sizes = " ".join(f"{list(shape)}" for *_, shape in tensors)
+            state = form.refused or ("joined" if form.proven else "not met twice")
+            yield names.get(model, "?") + ("" if method == "__call__" else f".{method}"), sizes, state
+
     def learn(self, one: Sequence[ModelCall], two: Sequence[ModelCall]) -> None:
         """Learn which tensors have the samples first, from two runs of a pipeline that differ in the number of pictures.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,8 @@ def classify_request(request: Request) -> tuple[Any, ...]:
     Returns:
         The task, the scheduler, and which arguments there are: of numbers whether they are above 0 and above 1, as guidance is.
     """
-    given = sorted((name, _kind_of_value(value)) for name, value in request.call.items() if value is not None)
+    call = {name: value for name, value in request.call.items() if value is not None and name not in CALLBACKS}
+    given = sorted((name, _kind_of_value(value)) for name, value in call.items())
     return request.task, request.scheduler, tuple(given)
 
 
@@ -59,7 +60,12 @@ def _kind_of_value(value: Any) -> str:
 
 
 def learn_request(
-    request: Request, pipe: Any, stand_ins: Mapping[int, nn.Module], forms: CallForms, scheduler: type | None
+    request: Request,
+    pipe: Any,
+    stand_ins: Mapping[int, nn.Module],
+    forms: CallForms,
+    scheduler: type | None,
+    note: Callable[[nn.Module], None],
 ) -> LearntKind:
     """Run a request's call for one picture and for two, in few steps, to learn which of its tensors have the samples first.
 
@@ -72,6 +78,7 @@ def learn_request(
         stand_ins: What stands for a model, by the model's `id`.
         forms: What is known of calls, where it is kept.
         scheduler: The class of its scheduler, or None.
+        note: What is called with each model that is called.
 
     Returns:
         What is known now.
@@ -96,7 +103,9 @@ def learn_request(
         shortened = [each for one in tries for each in _shorten(one, known)]
         for arguments in shortened:
             try:
-                calls, found = _observe_run(pipe, arguments, known, stand_ins, scheduler, models, before, times == 2)
+                calls, found = _observe_run(
+                    pipe, arguments, known, stand_ins, scheduler, models, before, times == 2, note
+                )
             except Exception:  # whatever a pipeline raises: the last is the call as it is
                 if arguments is shortened[-1]:
                     raise
@@ -149,6 +158,7 @@ def _observe_run(
     models: Sequence[nn.Module],
     before: Sequence[State],
     additions: bool,
+    note: Callable[[nn.Module], None],
 ) -> tuple[list[ModelCall], str]:
     """Run a pipeline; return its calls of models, and the path of what it wrote into one of them."""
     calls: list[ModelCall] = []
@@ -161,6 +171,7 @@ def _observe_run(
 
     def watch(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         look(model)
+        note(model)
         calls.append(CallForms().describe(model, method, args, kwargs))
         return getattr(model, method)(*args, **kwargs)
 

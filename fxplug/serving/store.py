@@ -137,6 +137,16 @@ class AdapterStore:
         with self._lock:
             return [replace(entry.info, in_slot=name in self._in_slots) for name, entry in self._index.entries.items()]
 
+    def get_path(self, name: str) -> Path:
+        """Return the file or folder of an adapter. Raises SpecError for a name that there is not."""
+        with self._lock:
+            self._get_info(name)
+            return self._index.entries[name].path
+
+    def refresh(self) -> None:
+        """Look at the folder again now. Raises ArtifactError for one that cannot be read."""
+        self._scan()
+
     def check(self, adapters: Mapping[str, Any]) -> None:
         """Check that a request may name these adapters.
 

@@ -44,6 +44,7 @@ class Ticket:
         self.state: TicketState = "queued"
         self.step = self.of = 0
         self.cancels = False
+        self.denoises = False  # whether its pipeline has called a denoiser
         self.deadline: float | None = None  # by `time.monotonic`
         self._step_engine = step_engine  # one step, where no thread of the engine's makes them; else false
         self._result: Any = None
