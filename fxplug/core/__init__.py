@@ -39,6 +39,10 @@ LIBRARIES = {
     "datasets": Library("training data as parquet or from the hub", "datasets", extra="train"),
     "onnx": Library("reading and writing ONNX files", "onnx", extra="onnx"),
     "onnxscript": Library("writing ONNX files", "onnxscript", extra="onnx"),
+    "starlette": Library("the endpoints of a server", "starlette", extra="serve"),
+    "uvicorn": Library("HTTP", "uvicorn", extra="serve"),
+    "prometheus-client": Library("the counters of a server", "prometheus_client", extra="serve"),
+    "python-multipart": Library("uploads to a server", "python_multipart", extra="serve"),
     "onnxruntime": Library("running ONNX files", "onnxruntime", extra="onnx"),
 }
 

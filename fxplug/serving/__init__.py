@@ -5,7 +5,9 @@ from typing import Any
 
 from ..core.extensions import Extension
 
-EXTENSION = Extension(name="serving", bases=("adapters", "pipelines"))
+EXTENSION = Extension(
+    name="serving", extra="serve", bases=("adapters", "pipelines"), verbs={"serve": "fxplug.serving.server.verbs:serve"}
+)
 NAMES = {
     "AdapterInfo": "adapter_index", "AdapterStore": "store", "Cancelled": "parked", "Engine": "engine", "Lease": "store",
     "QueueFull": "tickets", "Request": "requests", "Ticket": "tickets",

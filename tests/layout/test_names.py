@@ -31,9 +31,9 @@ def _definitions():
 # with which a function begins that another file uses
 VERBS = set(
     "add admit align allow apply assemble bind block bound break build call change check choose collect compile"
-    " complete compute convert copy count cut declare decode decompose describe detach disable divide draw drop encode"
+    " complete compute convert copy count cut declare decode decompose delete describe detach disable divide draw drop encode"
     " erase escape expand explain fill find fit fold forbid format freeze get guard guess has hold import insert is"
-    " join keep learn leave limit list load locate lock make map match may measure move multiply name need nest note open"
+    " join keep learn leave limit list load locate lock log make map match may measure move multiply name need nest note open"
     " parse patch pause place plan pop prefix prepare print put quote raise read rebuild record redirect refuse rename"
     " repeat replace report resolve restore retrace rewire run save select separate set shorten show silence sort"
     " split strip summarize swap switch trace translate trim unwrap update use validate view visit warn wrap write".split()

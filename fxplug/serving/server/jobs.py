@@ -1,0 +1,238 @@
+"""Jobs: orders whose client asks for the result later, and pictures that are fetched by their URL."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import FxplugError
+from ...core.reading import read_json
+from ...core.writing import write_text
+from .errors import RequestError
+from .keys import ApiKey
+from .server_config import JobSettings
+from .service import AcceptedOrder
+
+LOG = logging.getLogger("fxplug.serving")
+ENDS = ("done", "failed", "cancelled")
+RESTARTED = "restarted: the server ended before the job did"
+NAME = re.compile(r"[0-9a-f]{32}")
+SEEN = 10_000  # events of a job that are kept
+
+
+class JobError(FxplugError):
+    """The file of a job cannot be written or read."""
+
+
+@dataclass(eq=False)
+class PictureJob:
+    """An order that a client asks for again: its state, its events from the beginning, and its result.
+
+    `data` is as in the answer to a request that waits, or `error` what went wrong.
+    """
+
+    id: str
+    owner: str  # hexadecimal digest of the key
+    created: float
+    state: str = "queued"
+    step: int = 0
+    of: int = 0
+    data: list[dict[str, Any]] | None = None
+    error: dict[str, Any] | None = None
+    ended: float | None = None
+    accepted: AcceptedOrder | None = None
+    events: list[dict[str, Any]] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def describe(self) -> dict[str, Any]:
+        """Return it as clients see it."""
+        found: dict[str, Any] = {key: getattr(self, key) for key in ("id", "state", "step", "of")}
+        found["created"] = int(self.created)
+        return found | ({"data": self.data} if self.data is not None else {}) | ({"error": self.error} if self.error else {})
+
+    def add_event(self, kind: str) -> None:
+        """Add an event, and tell whoever listens."""
+        event: dict[str, Any] = {"type": kind, "step": self.step, "of": self.of}
+        if kind == "failed":
+            event["error"] = self.error
+        if len(self.events) < SEEN or kind in ENDS:
+            self.events.append(event)
+        self.news.set()
+        self.news = asyncio.Event()
+
+
+@dataclass(frozen=True)
+class StoredPicture:
+    """A picture that is fetched by its URL."""
+
+    raw: bytes
+    mime: str
+    owner: str
+    made: float
+
+
+class Jobs:
+    """The jobs of a server, and its pictures with a URL, for a time; with a folder, jobs outlive the server."""
+
+    def __init__(self, settings: JobSettings, base: Path) -> None:
+        """Make them; with a folder, read what is there: a job that had not ended has failed.
+
+        Args:
+            settings: How long and how many are kept.
+            base: What the folder is relative to.
+
+        Raises:
+            JobError: For a folder that cannot be used.
+        """
+        self.settings = settings
+        self.folder = base / settings.dir if settings.dir else None
+        self.jobs: dict[str, PictureJob] = {}
+        self.pictures: dict[str, StoredPicture] = {}
+        if self.folder is not None:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                files = sorted(self.folder.glob("*.json"))
+            except OSError as error:
+                raise JobError(f"the folder of jobs '{self.folder}' cannot be used: {error.strerror}") from None
+            for file in files:
+                self._restore(file)
+
+    def _restore(self, file: Path) -> None:
+        try:
+            found = read_json(file, JobError)
+            if not isinstance(found, Mapping) or not NAME.fullmatch(file.stem):
+                raise JobError("is not a job")
+            job = PictureJob(
+                file.stem, str(found["owner"]), float(found["created"]), str(found["state"]), int(found["step"]),
+                int(found["of"]), found.get("data"), found.get("error"), found.get("ended"),
+            )  # fmt: skip
+        except (FxplugError, KeyError, TypeError, ValueError) as error:
+            LOG.warning("the job '%s' is left out: %s", file.name, error)
+            return
+        if job.state not in ENDS:
+            job.state, job.ended = "failed", time.time()
+            job.error = {"message": RESTARTED, "type": "server_error", "param": None, "code": "restarted"}
+        job.add_event(job.state)
+        self.jobs[job.id] = job
+        self.save(job)
+
+    def add(self, owner: str) -> PictureJob:
+        """Make a job for a client, and save it; the oldest that have ended make room for it.
+
+        Args:
+            owner: The digest of the client's key.
+
+        Returns:
+            The job.
+
+        Raises:
+            RequestError: 429 where as many run as are kept, 503 where it cannot be saved.
+        """
+        self.forget()
+        while len(self.jobs) >= self.settings.keep:
+            oldest = next((job for job in self.jobs.values() if job.state in ENDS), None)
+            if oldest is None:
+                raise RequestError(f"{len(self.jobs)} jobs run already", 429, code="queue_full", retry=10)
+            self._drop(oldest)
+        job = PictureJob(uuid.uuid4().hex, owner, time.time())
+        try:
+            self.save(job, strict=True)
+        except JobError as error:
+            raise RequestError(f"the job cannot be kept: {error}", 503, code="no_space", retry=60) from None
+        self.jobs[job.id] = job
+        return job
+
+    def drop(self, job: PictureJob) -> None:
+        """Forget a job that was not accepted."""
+        self._drop(job)
+
+    def find(self, name: str, key: ApiKey) -> PictureJob:
+        """Find a job of a client. Raises RequestError, 404, for none, and for another client's."""
+        self.forget()
+        job = self.jobs.get(name)
+        if job is None or job.owner != key.digest.hex():
+            raise RequestError(f"no job {name[:64]!r}", 404, code="job_not_found")
+        return job
+
+    def store_picture(self, raw: bytes, mime: str, key: ApiKey) -> str:
+        """Keep a picture for a time, and return the name by which it is fetched."""
+        self.forget()
+        while len(self.pictures) >= self.settings.keep:
+            del self.pictures[next(iter(self.pictures))]
+        name = uuid.uuid4().hex
+        self.pictures[name] = StoredPicture(raw, mime, key.digest.hex(), time.time())
+        return name
+
+    def find_picture(self, name: str, key: ApiKey) -> StoredPicture:
+        """Find a client's picture. Raises RequestError, 404, for none, and for another client's."""
+        self.forget()
+        found = self.pictures.get(name)
+        if found is None or found.owner != key.digest.hex():
+            raise RequestError("no such picture, or it is no longer kept", 404, code="picture_not_found")
+        return found
+
+    def forget(self) -> None:
+        """Forget what has been kept long enough."""
+        end = time.time() - self.settings.keep_s
+        for job in [job for job in self.jobs.values() if job.ended is not None and job.ended < end]:
+            self._drop(job)
+        for name in [name for name, picture in self.pictures.items() if picture.made < end]:
+            del self.pictures[name]
+
+    def _drop(self, job: PictureJob) -> None:
+        self.jobs.pop(job.id, None)
+        if self.folder is not None:
+            (self.folder / f"{job.id}.json").unlink(missing_ok=True)
+
+    def finish(self, job: PictureJob, state: str, data: list[dict[str, Any]] | None, error: dict[str, Any] | None) -> None:
+        """End a job with its result, or with what went wrong."""
+        job.state, job.data, job.error, job.ended, job.accepted = state, data, error, time.time(), None
+        self.save(job)
+        job.add_event(state)
+
+    def save(self, job: PictureJob, strict: bool = False) -> None:
+        """Save a job in the folder, if there is one. Raises JobError if `strict`; else the log says that it failed."""
+        if self.folder is None:
+            return
+        kept = {**job.describe(), "created": job.created, "owner": job.owner, "ended": job.ended}
+        try:
+            write_text(self.folder / f"{job.id}.json", json.dumps(kept), JobError)
+        except JobError as error:
+            if strict:
+                raise
+            LOG.warning("the job %s is not kept: %s", job.id, error)
+
+
+async def follow(job: PictureJob) -> AsyncIterator[dict[str, Any]]:
+    """Iterate over the events of a job from its beginning to its end.
+
+    Args:
+        job: The job.
+
+    Yields:
+        The events: `progress` with the steps, and last `done`, `failed` or `cancelled`.
+    """
+    at = 0
+    while True:
+        news = job.news
+        while at < len(job.events):
+            event = job.events[at]
+            at += 1
+            yield event
+            if event["type"] in ENDS:
+                return
+        await news.wait()
+
+
+def encode_base64(raw: bytes) -> str:
+    """Encode bytes as text of base64."""
+    return base64.b64encode(raw).decode("ascii")

@@ -1,0 +1,150 @@
+"""A server on its port, until it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import uvicorn
+
+from ...core.errors import FxplugError, SpecError
+from .application import Server
+from .keys import ApiKey, read_keys
+from .server_config import HttpSettings, ServerConfig
+from .service import Service
+
+LOG = logging.getLogger("fxplug.serving")
+LOOK = 0.5  # seconds between two looks at the engine
+LAST = 5  # seconds that open connections have at the end
+
+
+class QuietServer(uvicorn.Server):
+    """uvicorn without its handlers of signals, which end the process by the signal."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+def bind(http: HttpSettings) -> socket.socket:
+    """Bind the port. Raises SpecError where it is taken, or the address is none of this machine."""
+    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((http.host, http.port))
+        made.listen()  # who comes before the models are there waits
+    except OSError as error:
+        made.close()
+        finding = f"port {http.port} of {http.host} cannot be used: {error.strerror or error}; give another 'http.port'"
+        raise SpecError(finding, path=("http",)) from None
+    return made
+
+
+def show_log() -> None:
+    """Show the log of the server on stderr, from INFO on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.INFO)
+    LOG.propagate = False
+
+
+def run_server(config: ServerConfig) -> int:
+    """Serve until SIGTERM or SIGINT; what is accepted by then is finished, as far as `http.drain_s` allows.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        The exit code: 0, or 1 where the engine or the warm-up has failed.
+
+    Raises:
+        FxplugError: Where it cannot begin.
+    """
+    show_log()
+    keys: list[ApiKey] | None = read_keys(config.base / config.http.keys) if config.http.keys else None
+    port = bind(config.http)
+
+    async def run() -> int:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        return await serve(server, port, stop)
+
+    try:
+        server = Server(Service(config), keys)
+        return asyncio.run(run())
+    finally:
+        port.close()
+
+
+def check_server(config: ServerConfig) -> list[tuple[str, str, str]]:
+    """Make pictures alone and jointly, without a port.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        The forms of the calls of models, as `CallForms.list_forms`.
+
+    Raises:
+        FxplugError: Where the pipeline cannot be opened.
+        Exception: What the pipeline raised.
+    """
+    service = Service(config)
+    try:
+        return service.check()
+    finally:
+        service.close(0)
+
+
+async def serve(server: Server, port: socket.socket, stop: asyncio.Event) -> int:
+    """Serve on a port until an event is set, or the engine or the warm-up fails.
+
+    Args:
+        server: The server.
+        port: The bound port.
+        stop: The event.
+
+    Returns:
+        The exit code, as `run_server`.
+    """
+    service, seconds = server.service, server.config.http.drain_s
+    settings = uvicorn.Config(
+        server.make_application(), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=LAST
+    )
+    http = QuietServer(settings)
+    running = asyncio.ensure_future(http.serve(sockets=[port]))
+    LOG.info("listening on http://%s:%d", *port.getsockname()[:2])
+    service.engine.start()
+    threading.Thread(target=_warm, args=(service,), name="fxplug warm-up", daemon=True).start()
+    while not stop.is_set() and not running.done():
+        if service.fault or service.engine.fault:
+            break
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), LOOK)
+    LOG.info("ending: what is accepted is finished within %g s", seconds)
+    await asyncio.to_thread(service.close, seconds)
+    await server.finish()
+    http.should_exit = True
+    await running
+    return 1 if service.fault or service.engine.fault else 0
+
+
+def _warm(service: Service) -> None:
+    try:
+        service.warm()
+        LOG.info("ready")
+    except Exception as error:  # of the pipeline
+        if not service.draining:
+            kind = "" if isinstance(error, FxplugError) else f"{type(error).__name__}: "
+            service.fault = f"the warm-up failed: {kind}{error}"
+            LOG.error("%s", service.fault)

@@ -1,0 +1,94 @@
+"""Adapters that clients put into the folder of a server, and take out of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from starlette.requests import Request
+
+from ...core.errors import FxplugError, SpecError, quote
+from ...core.writing import replace_file
+from ..store import AdapterStore
+from .errors import RequestError, convert_spec_error
+
+LAST = ".safetensors"
+CHUNK = 1 << 20
+
+
+def check_file_name(name: str) -> str:
+    """Check the name of an adapter that becomes a file.
+
+    Args:
+        name: The name, which may have the ending of the file.
+
+    Returns:
+        The name without it.
+
+    Raises:
+        RequestError: For a path, a hidden file, and what no file system takes.
+    """
+    name = name.removesuffix(LAST)
+    plain = name and name.isprintable() and not name.startswith(".") and not set(name) & set('/\\:*?"<>|')
+    if not plain or len(name.encode("utf-8", "ignore")) > 200:
+        raise RequestError(f"{quote(name)} cannot be the name of a file", param="name")
+    return name
+
+
+async def add_adapter_file(request: Request, store: AdapterStore, limit: int) -> str:
+    """Put the adapter of a multipart body into the folder of a store, if it fits the models.
+
+    Args:
+        request: The request: `file` is the adapter, `name` its name, or the file has it.
+        store: The store.
+        limit: The most bytes.
+
+    Returns:
+        The name.
+
+    Raises:
+        RequestError: For no file, one that is too large, a name that is there, and an adapter that does not fit.
+    """
+    length = request.headers.get("content-length", "")
+    if not length.isdecimal() or int(length) > limit:
+        raise RequestError(f"an upload needs Content-Length, of at most {limit >> 20} MiB", 413, code="body_too_large")
+    async with request.form(max_files=1, max_fields=4) as form:
+        file = form.get("file")
+        if file is None or isinstance(file, str):
+            raise RequestError("missing field 'file': the adapter, as multipart/form-data", param="file")
+        given = form.get("name")
+        name = check_file_name(given if isinstance(given, str) else file.filename or "")
+        target = store.folder / f"{name}{LAST}"
+        if target.exists() or (store.folder / name).exists():
+            raise RequestError(f"there is an adapter {quote(name)} already: delete it, or give another name", 409, param="name")
+        try:
+            with replace_file(target, FxplugError) as path, path.open("wb") as out:
+                while part := await file.read(CHUNK):
+                    out.write(part)
+        except (FxplugError, OSError) as error:
+            raise RequestError(f"the adapter cannot be written: {error}", 503, code="no_space", retry=60) from None
+    try:
+        store.check({name: 1.0})
+    except SpecError as error:
+        target.unlink(missing_ok=True)
+        store.refresh()
+        raise convert_spec_error(error) from None
+    return name
+
+
+def delete_adapter_file(store: AdapterStore, name: str) -> None:
+    """Delete the file or folder of an adapter; requests that use it go on.
+
+    Args:
+        store: The store.
+        name: The name.
+
+    Raises:
+        RequestError: Where it cannot be deleted.
+    """
+    path: Path = store.get_path(name)
+    try:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    except OSError as error:
+        raise RequestError(f"the adapter cannot be deleted: {error.strerror}", 503, code="no_space") from None
+    store.refresh()

@@ -1,0 +1,426 @@
+"""A pipeline behind HTTP: its pictures, and what clients are told that ask for others, leave, or come too many."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import http.client
+import io
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from PIL import Image
+
+from fxplug.core.errors import SpecError
+from fxplug.serving.server.application import Server
+from fxplug.serving.server.jobs import RESTARTED, Jobs
+from fxplug.serving.server.keys import ANYBODY, read_keys
+from fxplug.serving.server.pictures import Preview
+from fxplug.serving.server.running import bind, serve
+from fxplug.serving.server.server_config import JobSettings, load_server_config
+from fxplug.serving.server.service import Service
+
+CONFIG = """
+model: served:make
+device: cpu
+adapters: {folder: adapters, at: ["**.to_q", "**.to_v"], slots: 2, per_sample: 2, rank_max: 4}
+engine: {rows: 4, queue: 6, schedulers: [EulerDiscreteScheduler]}
+limits: {steps: 60, pixels: 4096, body_mib: 1, n: 3, adapters: 2}
+http: {port: 0, uploads: true}
+warm: {sizes: [32x32]}
+call: {num_inference_steps: 2}
+"""
+MADE = """
+    import sys
+    sys.path.insert(0, {tiny!r})
+    import tiny
+
+    def make():
+        return tiny.pipeline("StableDiffusionPipeline")
+"""
+ASK = {"prompt": "a cat", "size": "32x32", "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a configuration: adapters, one of which is broken, and keys."""
+    made = tmp_path_factory.mktemp("server")
+    (made / "adapters").mkdir()
+    for seed, name in enumerate(("ink", "film", "secret")):
+        file = tiny.lora(tiny.pipeline("StableDiffusionPipeline"), f"server_{name}", seed=seed, unet=["to_q", "to_v"])
+        shutil.copy(file / "pytorch_lora_weights.safetensors", made / f"adapters/{name}.safetensors")
+    (made / "adapters/broken.safetensors").write_bytes(b"\x10" * 40)
+    (made / "served.py").write_text(textwrap.dedent(MADE.format(tiny=str(Path(tiny.__file__).parent))))
+    (made / "serve.yaml").write_text(CONFIG)
+    (made / "keys.txt").write_text("# who\nboss admin\nguest adapters=[!s]*\n")
+    return made
+
+
+class Client:
+    """A server in a thread, and what speaks to it."""
+
+    def __init__(self, server):
+        self.server, self.key = server, None
+        self.port = bind(server.config.http)
+        self.address = self.port.getsockname()
+        self.loop, started = asyncio.new_event_loop(), threading.Event()
+        self.stop = None
+
+        async def run():
+            self.stop = asyncio.Event()
+            started.set()
+            self.code = await serve(server, self.port, self.stop)
+
+        self.thread = threading.Thread(target=lambda: self.loop.run_until_complete(run()), daemon=True)
+        self.thread.start()
+        started.wait()
+
+    def send(self, path, body=None, method=None, headers=()):
+        raw = json.dumps(body) if isinstance(body, dict) else body
+        connection = http.client.HTTPConnection(*self.address, timeout=120)
+        keys = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        connection.request(method or ("GET" if raw is None else "POST"), path, raw, {**keys, **dict(headers)})
+        answer = connection.getresponse()
+        content = answer.read()
+        connection.close()
+        return SimpleNamespace(status=answer.status, headers=answer.headers, raw=content)
+
+    def json(self, path, body=None, **how):
+        answer = self.send(path, body, **how)
+        return answer.status, json.loads(answer.raw)
+
+    def events(self, path, body=None):
+        parts = self.send(path, body).raw.decode().strip().split("\n\n")
+        return [json.loads(part.partition("data: ")[2]) for part in parts]
+
+    def end(self):
+        self.loop.call_soon_threadsafe(self.stop.set)
+        self.thread.join()
+        self.loop.close()
+        self.port.close()
+        return self.code
+
+
+@pytest.fixture(scope="module")
+def client(folder):
+    made = Client(Server(Service(load_server_config(folder / "serve.yaml")), None))
+    while made.send("/ready").status != 200:
+        assert made.send("/health").status == 200
+        time.sleep(0.05)
+    yield made
+    assert made.end() == 0
+
+
+@pytest.fixture
+def pictures(client):
+    def make(**more):
+        status, found = client.json("/v1/images/generations", ASK | more)
+        assert status == 200, found
+        return [Image.open(io.BytesIO(base64.b64decode(row["b64_json"]))) for row in found["data"]]
+
+    return make
+
+
+def alone(client, seed=5, adapters=None):
+    """The picture of the pipeline itself."""
+    pipe = client.server.service.pipe
+    call = {"prompt": "a cat", "num_inference_steps": 2, "width": 32, "height": 32}
+    with pipe.unet.adapters.using(adapters):
+        return pipe(**call, generator=torch.Generator().manual_seed(seed)).images[0]
+
+
+def test_a_picture_is_that_of_the_pipeline(client, pictures):
+    """Alone to the byte, several within a last bit, and each with the seed that is said."""
+    assert np.array_equal(pictures()[0], alone(client))
+    first, second = (client.send("/v1/images/generations", ASK | {"adapters": {"ink": 0.7}}).raw for _ in range(2))
+    assert json.loads(first)["data"] == json.loads(second)["data"]
+    (inked,) = pictures(model="base:ink")
+    assert np.array_equal(inked, alone(client, adapters={"ink": 1.0})) and not np.array_equal(inked, pictures()[0])
+    for seed, picture in enumerate(pictures(n=3), 5):
+        assert np.abs(np.asarray(picture, int) - np.asarray(alone(client, seed), int)).max() <= 1
+    status, found = client.json("/v1/images/generations", {"prompt": "a", "size": "32x32", "output_format": "jpeg"})
+    assert status == 200 and 0 <= found["data"][0]["seed"] < 2**63
+    status, found = client.json("/v1/images/generations", ASK | {"response_format": "url", "output_format": "webp"})
+    answer = client.send(found["data"][0]["url"])
+    assert answer.headers["Content-Type"] == "image/webp" and Image.open(io.BytesIO(answer.raw)).size == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "param", "text"),
+    [
+        ({"adapters": {"inc": 1}}, 404, "adapters.inc", "did you mean 'ink'?"),
+        ({"adapters": {"broken": 1}}, 404, "adapters.broken", "no adapter 'broken'"),
+        ({"adapters": {"../ink": 1}}, 404, "adapters.../ink", "no adapter"),
+        ({"adapters": {"ink": True}}, 400, "adapters.ink", "must be a number"),
+        ({"adapters": {"ink": 1, "film": 1, "secret": 1}}, 400, "adapters", "3 adapters"),
+        ({"model": "base:inc"}, 404, "adapters.inc", "did you mean 'ink'?"),
+        ({"model": "bass"}, 404, "model", "did you mean 'base'?"),
+        ({"sise": "32x32"}, 400, "sise", "did you mean 'size'?"),
+        ({"size": "32x31"}, 400, "size", "use 32x32"),
+        ({"size": "4096x4096"}, 400, "size", "the limit is 4096"),
+        ({"size": "٣x٣"}, 400, "size", "WIDTHxHEIGHT"),
+        ({"n": 4}, 400, "n", "3 or less"),
+        ({"n": "1"}, 400, "n", "a whole number"),
+        ({"n": True}, 400, "n", "a whole number"),
+        ({"seed": 2**63}, 400, "seed", "below"),
+        ({"prompt": None}, 400, "prompt", "missing key 'prompt'"),
+        ({"prompt": "\ud800"}, 400, "prompt", ""),
+        ({"stream": True, "n": 2}, 400, "n", "one picture"),
+        ({"scheduler": "EulerDiscretScheduler"}, 400, "scheduler", "did you mean 'EulerDiscreteScheduler'?"),
+        ({"scheduler": "DDPMScheduler"}, 400, "scheduler", "no scheduler 'DDPMScheduler' here"),
+        ({"call": {"guidance_scal": 1}}, 400, "call.guidance_scal", "did you mean 'guidance_scale'?"),
+        ({"call": {"latents": 1}}, 400, "call.latents", "set by the server"),
+        ({"call": {"ip_adapter_image": "x"}}, 400, "call.ip_adapter_image", "is not called with 'ip_adapter_image'"),
+        ({"call": {"clip_skip": "1"}}, 400, "call.clip_skip", "must be a whole number"),
+        ({"call": {"clip_skip": 9}}, 400, "", "the pipeline refuses this"),
+        ({"call": {"num_inference_steps": 61}}, 400, "call.num_inference_steps", "from 1 to 60"),
+        ({"call": {"guidance_scale": 10**30}}, 400, "call.guidance_scale", "below 2^63"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_in_words(client, given, status, param, text):
+    found, error = client.json("/v1/images/generations", ASK | given, headers={"X-Request-Id": "mine"})
+    assert (found, error["error"]["param"] or "") == (status, param) and text in error["error"]["message"]
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xff\xfe", b"[1]", b'{"a": NaN}', b'{"prompt": "a", "prompt": "b"}', b"[" * 10_000])
+def test_a_body_that_is_none(client, raw):
+    assert client.send("/v1/images/generations", raw).status == 400
+
+
+def test_bodies_at_random(client, caplog):
+    """Whatever is asked for: a picture, or a 4xx; no line at level error."""
+    rng, seen = random.Random(0), set()
+    values = [None, True, -1, 0, 1e308, 2**63, 10**300, "", "x" * 30_000, [], {}, {"a": 1}, "NaN", "1", 1.5, "a/../b", "1x1"]
+    base = ASK | {"call": {}, "adapters": {"ink": 0.5}, "n": 1, "model": "base", "scheduler": None, "deadline_s": 9}
+    names = list(client.server.service.pipe.__call__.__wrapped__.__code__.co_varnames[1:30])
+    with caplog.at_level(logging.ERROR, logger="fxplug.serving"):
+        for _ in range(150):
+            body = json.loads(json.dumps(base))
+            place = rng.choice([body, body["call"], body["adapters"]])
+            place[rng.choice(list(body) if place is body else names)] = rng.choice(values)
+            seen.add(client.send("/v1/images/generations", json.dumps(body)[: rng.choice([9999, 9999, 40])]).status)
+    assert (seen <= {200, 400, 404}, caplog.records) == (True, [])
+    assert client.send("/v1/images/generations", b"x" * (2 << 20)).status == 413
+    assert client.json("/v1/imagine", {})[0] == 404 and client.json("/v1/jobs")[0] == 405
+
+
+def test_streams_and_jobs_tell_each_step(client):
+    three = ASK | {"call": {"num_inference_steps": 3}}
+    events = client.events("/v1/images/generations", three | {"stream": True, "partial_images": 2})
+    assert [event["type"].rpartition(".")[2] for event in events] == ["partial_image", "partial_image", "completed"]
+    assert [event.get("partial_image_index") for event in events] == [0, 1, None]
+    last = Image.open(io.BytesIO(base64.b64decode(events[-1]["b64_json"])))
+    assert last.size == Image.open(io.BytesIO(base64.b64decode(events[0]["b64_json"]))).size == (32, 32)
+    status, job = client.json("/v1/jobs", three)
+    assert status == 202 and job["state"] == "queued"
+    early, late = (client.events(f"/v1/jobs/{job['id']}/events") for _ in range(2))
+    assert early == late and [event["type"] for event in early] == ["progress"] * 3 + ["done"]
+    found = client.json(f"/v1/jobs/{job['id']}")[1]
+    assert found["data"][0]["b64_json"] == events[-1]["b64_json"] and (found["step"], found["of"]) == (3, 3)
+    assert client.json("/v1/jobs/unknown")[0] == 404
+    status, job = client.json("/v1/jobs", ASK | {"call": {"clip_skip": 9}})
+    assert client.events(f"/v1/jobs/{job['id']}/events")[-1]["error"]["type"] == "invalid_request_error"
+
+
+def test_who_leaves_or_cancels_takes_no_more_steps(client):
+    long = json.dumps(ASK | {"call": {"num_inference_steps": 60}})
+    status, job = client.json("/v1/jobs", long)
+    client.send(f"/v1/jobs/{job['id']}", method="DELETE")
+    assert client.events(f"/v1/jobs/{job['id']}/events")[-1]["type"] == "cancelled"
+    before = client.server.service.engine.count_denoiser_calls()[0]
+    for path, body in (("generations", long), ("generations", long[:-1] + ', "stream": true, "partial_images": 8}')):
+        with socket.create_connection(client.address) as raw:
+            head = f"POST /v1/images/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            raw.sendall(f"{head}{body}".encode())
+            while client.server.service.engine.count_requests() == (0, 0):
+                time.sleep(0.01)
+    end = time.monotonic() + 60
+    while client.server.service.engine.count_requests() != (0, 0) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert client.server.service.engine.count_denoiser_calls()[0] - before < 80
+
+
+def test_more_than_the_queue_holds_is_told_to_come_again(client):
+    """Each request that was accepted is answered."""
+    answers, nine = [], ASK | {"call": {"num_inference_steps": 9}}
+    ask = lambda: answers.append(client.send("/v1/images/generations", nine))  # noqa: E731
+    threads = [threading.Thread(target=ask) for _ in range(24)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    full = [answer for answer in answers if answer.status == 429]
+    assert {answer.status for answer in answers} == {200, 429}
+    assert all(int(answer.headers["Retry-After"]) > 0 for answer in full)
+    text = client.send("/metrics").raw.decode()
+    assert 'fxplug_requests_total{outcome="done"}' in text and "fxplug_running 0.0" in text
+
+
+def test_a_key_sees_its_adapters_alone(client, folder):
+    guarded = Server(client.server.service, read_keys(folder / "keys.txt"))
+    there, client.server.keys = client.server.keys, guarded.keys
+    try:
+        for key, names in (("guest", ["broken", "film", "ink"]), ("boss", ["broken", "film", "ink", "secret"])):
+            client.key = key
+            assert [row["name"] for row in client.json("/v1/adapters")[1]["data"]] == names
+            status, found = client.json("/v1/images/generations", ASK | {"adapters": {"secre": 1}})
+            assert status == 404 and ("secret" in found["error"]["message"]) == (key == "boss")
+            right = 200 if key == "boss" else 404
+            assert client.json("/v1/images/generations", ASK | {"adapters": {"secret": 1}})[0] == right
+            assert client.json("/v1/models/base:secret")[0] == right
+        job = client.json("/v1/jobs", ASK)[1]["id"]
+        client.key = "guest"
+        assert client.json(f"/v1/jobs/{job}")[0] == 404
+        assert client.json("/v1/adapters/ink", method="DELETE")[0] == 403
+        for key in (None, "gues", "guest2", "", "boss admin"):
+            client.key = key
+            status, found = client.json("/v1/models")
+            assert status == 401 and found["error"]["type"] == "authentication_error"
+        assert client.send("/health").status == 200
+    finally:
+        client.server.keys, client.key = there, None
+
+
+@pytest.mark.parametrize(("text", "finding"), [("", "has no key"), ("a b", "another word"), ("a\na admin", "there twice")])
+def test_keys_that_are_none(tmp_path, text, finding):
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(SpecError, match=finding):
+        read_keys(tmp_path / "keys")
+
+
+def upload(client, name, raw, filename="x.safetensors"):
+    parts = [f'Content-Disposition: form-data; name="file"; filename="{filename}"'.encode() + b"\r\n\r\n" + raw]
+    parts += [b'Content-Disposition: form-data; name="name"\r\n\r\n' + name.encode()] if name else []
+    body = b"".join(b"--cut\r\n" + part + b"\r\n" for part in parts) + b"--cut--\r\n"
+    return client.json("/v1/adapters", body, headers={"Content-Type": "multipart/form-data; boundary=cut"})
+
+
+def test_uploads(client, folder):
+    raw = (folder / "adapters/ink.safetensors").read_bytes()
+    assert upload(client, "new", raw)[0] == 403
+    boss = read_keys(folder / "keys.txt")
+    client.server.keys, client.key = boss, "boss"
+    try:
+        status, found = upload(client, "new", raw)
+        assert status == 201 and found["name"] == "new"
+        assert client.json("/v1/images/generations", ASK | {"adapters": {"new": 1}})[0] == 200
+        assert upload(client, "new", raw)[0] == 409
+        for name in ("../up", ".hidden", "a/b", "..", "a\\b", "x" * 300):
+            assert upload(client, name, raw)[0] == 400
+        assert upload(client, "torn", raw[:-50])[0] == 400 and not (folder / "adapters/torn.safetensors").exists()
+        assert upload(client, "", raw, "../../from.safetensors")[0] == 400
+        assert client.json("/v1/adapters/new", method="DELETE") == (200, {"id": "new", "deleted": True})
+        assert client.json("/v1/adapters/new")[0] == 404
+    finally:
+        client.server.keys, client.key = None, None
+    assert sorted(path.name for path in folder.parent.rglob("*.safetensors") if path.parent.name != "adapters") == []
+
+
+def test_the_client_of_openai(client):
+    openai = pytest.importorskip("openai")
+    user = openai.OpenAI(base_url="http://{}:{}/v1".format(*client.address), api_key="any", max_retries=0)
+    try:
+        found = user.images.generate(model="base:ink", prompt="a cat", n=2, size="32x32", quality="hd", extra_body={"seed": 5})
+        assert len(found.data) == 2
+        events = user.images.generate(model="base", prompt="a cat", size="32x32", stream=True, partial_images=1)
+        assert [event.type for event in events] == ["image_generation.partial_image", "image_generation.completed"]
+        assert "base:film" in [model.id for model in user.models.list()]
+        with pytest.raises(openai.NotFoundError):
+            user.images.generate(model="base:none", prompt="a")
+    finally:
+        user.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("http.prot=1", "did you mean 'port'"),
+        ("model=served:mak", "did you mean 'make'"),
+        ("adapters.models=[unett]", "did you mean 'unet'"),
+        ("adapters.folder=adapter", "did you mean 'adapters'"),
+        ("engine.schedulers=[EulerScheduler]", "no scheduler 'EulerScheduler'"),
+        ('warm.sizes=["32"]', "WIDTHxHEIGHT"),
+        ("http.keys=none.txt", "none.txt"),
+        ("passes={unet: [{lorra: {}}]}", "did you mean 'lora'"),
+    ],
+)
+def test_a_configuration_that_is_wrong(folder, change, text, monkeypatch):
+    monkeypatch.setattr("fxplug.serving.server.service.rewrite_pipeline", lambda pipe, *_, **__: pipe)
+    with pytest.raises(Exception, match=".*") as caught:
+        config = load_server_config(folder / "serve.yaml", [change])
+        if config.http.keys:
+            read_keys(config.base / config.http.keys)
+        Service(config)
+    assert type(caught.value).__module__ == "fxplug.core.errors" and text in str(caught.value)
+
+
+def test_a_port_that_is_taken(client, folder):
+    config = load_server_config(folder / "serve.yaml", [f"http.port={client.address[1]}"])
+    with pytest.raises(SpecError, match=r"port \d+ of 127.0.0.1 cannot be used"):
+        bind(config.http)
+
+
+def test_previews_are_learnt_from_one_picture():
+    """A picture that is linear in its latents is drawn as it is, also where places are a row."""
+    latents = torch.randn(1, 4, 6, 8, generator=torch.Generator().manual_seed(0))
+    weight = torch.tensor([[0.1, 0, 0.05], [0, 0.1, 0], [0.02, 0, 0.1], [0, 0.03, 0]])
+    colours = (latents[0].movedim(0, -1) @ weight + 0.5).clip(0, 1)
+    picture = Image.fromarray((colours * 255).round().to(torch.uint8).numpy()).resize((64, 48), Image.Resampling.NEAREST)
+    for values in (latents, latents.flatten(2).mT):
+        drawn = Preview.learn(values, picture).draw(values, (8, 6))
+        assert np.abs(np.asarray(drawn, float) - colours.numpy() * 255).max() < 2
+    assert Preview.learn(torch.randn(1, 7, 4), picture) is None
+
+
+@pytest.mark.slow
+def test_a_server_that_ends(folder, tmp_path):
+    """SIGTERM finishes what is accepted, and gives 0; a job that was killed is told that it has failed."""
+    port = _free_port()
+    here = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-m", "fxplug", "serve", "serve.yaml", "--port", str(port), "--set", "jobs.dir=jobs"]
+    process = subprocess.Popen(command, cwd=folder, env=here, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    asked = Client.__new__(Client)
+    asked.address, asked.key = ("127.0.0.1", port), None
+    while True:
+        try:
+            if asked.send("/ready").status == 200:
+                break
+        except OSError:
+            assert process.poll() is None, process.stderr.read()
+        time.sleep(0.1)
+    long, answers = ASK | {"call": {"num_inference_steps": 60}}, []
+    waits = threading.Thread(target=lambda: answers.append(asked.send("/v1/images/generations", long)))
+    job = asked.json("/v1/jobs", long)[1]["id"]
+    shutil.copytree(folder / "jobs", tmp_path / "jobs")  # what is left where it is killed now
+    waits.start()
+    while "fxplug_running 2.0" not in asked.send("/metrics").raw.decode():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    waits.join()
+    assert answers[0].status == 200 and process.wait(60) == 0, process.stderr.read()
+    process.stderr.close()
+    for place, state in ((folder, "done"), (tmp_path, "failed")):
+        found = Jobs(JobSettings(dir="jobs"), place).find(job, ANYBODY)
+        assert found.state == state and (state == "done" or found.error["message"] == RESTARTED)
+
+
+def _free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
