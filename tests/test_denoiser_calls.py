@@ -1,4 +1,4 @@
-"""Calls of a denoiser as training makes them: what random pipelines give their schedulers, and outputs taken apart by samples."""
+"""Calls of a denoiser as training makes them: what random pipelines give their schedulers, and outputs split by samples."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ class Train(Section):
         [{"name": "ink", "data": {"images": "ink/"}, "rank": 8, "steps": 1500}],
     )  # fmt: skip
     in_turn: bool | None = declare(
-        None, "whether each of the `adapters` has a pass of its own, one after the other; null is a rule of kinds and sizes", True
+        None, "whether each of the `adapters` takes its step alone, in turn; null decides by their kinds and sizes", True
     )
     trainable: list[Text] = declare([], "patterns of base parameters that train too; `**` is all of it", ["head"])
     assistant: Text | None = declare(
