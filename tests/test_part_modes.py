@@ -10,6 +10,8 @@ import timm
 import torch
 import torch.nn.functional as F
 import torchvision
+from timm.models._efficientnet_builder import decode_arch_def
+from timm.models.efficientnet import EfficientNet
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -82,13 +84,21 @@ def timm_model(name, size=64, **options):
     return lambda: (timm.create_model(name, num_classes=5, **options), torch.randn(2, 3, size, size))
 
 
+def efficientnet():
+    """EfficientNet's first stages, by its own builder."""
+    stages = [["ds_r1_k3_s1_e1_c8_se0.25"], ["ir_r2_k3_s2_e4_c12_se0.25"], ["ir_r1_k5_s2_e4_c16_se0.25"]]
+    options = {"num_classes": 5, "stem_size": 8, "num_features": 24}
+    return EfficientNet(decode_arch_def(stages), **options), torch.randn(2, 3, 32, 32)
+
+
 def swin():
     model = torchvision.models.SwinTransformer([2, 2], 8, [1, 2], [1, 2], [2, 2], dropout=0.1, stochastic_depth_prob=0.3)
     return model, torch.randn(2, 3, 16, 16)
 
 
+FEW = {"depths": (1, 1), "embed_dim": (32, 64), "stem_width": 16}  # of four stages
 CASES = {
-    "norms of efficientnet": (timm_model("efficientnet_b0"), True, frozen_norms),
+    "norms of efficientnet": (efficientnet, True, frozen_norms),
     "backbone": (lambda: (Net(), torch.randn(3, 4)), True, part("backbone")),
     "a part that trains": (lambda: (Net(), torch.randn(3, 4)), False, part("backbone.1", True)),
     "called twice": (lambda: (Twice(), torch.randn(3, 4)), True, part("a")),
@@ -97,7 +107,7 @@ CASES = {
     "densenet": (timm_model("densenet121", 32, growth_rate=4, block_config=(2, 2)), True, at_random(2)),
     "mobilevit": (timm_model("mobilevit_xxs", drop_path_rate=0.1), False, at_random(3)),
     "vit": (timm_model("vit_tiny_patch16_224", 32, img_size=32, depth=2, drop_path_rate=0.5), True, at_random(7)),
-    "maxvit": (timm_model("maxvit_rmlp_pico_rw_256", drop_path_rate=0.3, img_size=64), True, frozen_norms),
+    "maxvit": (timm_model("maxvit_rmlp_pico_rw_256", drop_path_rate=0.3, img_size=64, **FEW), True, frozen_norms),
 }
 
 LARGE = ("maxvit", "mobilevit")
@@ -139,7 +149,7 @@ def test_each_part_follows_its_own_mode(name):
 
 def test_in_a_rewrite_and_in_what_is_saved_of_it(tmp_path):
     torch.manual_seed(0)
-    model, x = timm_model("efficientnet_b0")()
+    model, x = efficientnet()
     gm = fxplug.trace(copy.deepcopy(model).eval(), x)
     new = fxplug.apply(gm, fxplug.load_pass("lora", at="**.conv_pw", dropout=0.5), fxplug.load_pass("bitfit", at="blocks.1.**"))
     new = fxplug.apply(new, fxplug.load_pass("scale", at="blocks.*.*"))
