@@ -32,12 +32,13 @@ def test_each_learns_what_its_run_alone_does(kind):
     assert isinstance(run, AdapterRuns) and not run.failed
     for row in rows:
         own = trained(run, row["name"])
-        single = train(slotted(kind, slots=1), [row])
-        assert distance(own, trained(single, row["name"])) < 1e-9
         alone = train_alone(row, kind)
         assert distance(own, alone.trained) < 1e-9
-        new = train_alone({**row, "steps": 1, "lr": 0.0}, kind)
-        assert distance(own, new.trained) > 1e-4  # it has learnt something
+        if row is rows[-1]:  # what is true of each is tried on one
+            single = train(slotted(kind, slots=1), [row])
+            assert distance(own, trained(single, row["name"])) < 1e-9
+            new = train_alone({**row, "steps": 1, "lr": 0.0}, kind)
+            assert distance(own, new.trained) > 1e-4  # it has learnt something
         losses = [record["loss"] for record in run.history if record["adapter"] == row["name"]]
         assert losses == pytest.approx([record["loss"] for record in alone.history], abs=1e-9)
         assert len(losses) == row["steps"]
@@ -217,11 +218,17 @@ def test_samples_tests_averages_and_files_are_those_of_each(tmp_path):
 
 # --- stopped and resumed
 
+# a process for each number of reads after which it is killed; libraries are imported once
 SCRIPT = """
-import sys, warnings; warnings.filterwarnings("ignore")
+import os, sys, warnings; warnings.filterwarnings("ignore")
 import many_adapters as many
-rows = [{**many.settings(n, steps=7), "data": many.Samples(n, 9 + n, fatal=int(sys.argv[2]))} for n in range(4)]
-many.train(many.slotted(slots=3), rows, out=sys.argv[1], save={"every": 2, "keep": 9}, log={"tensorboard": False})
+for fatal in sys.argv[2:]:
+    if os.fork() == 0:
+        rows = [{**many.settings(n, steps=7), "data": many.Samples(n, 9 + n, fatal=int(fatal))} for n in range(4)]
+        given = {"save": {"every": 2, "keep": 9}, "log": {"tensorboard": False}}
+        many.train(many.slotted(slots=3), rows, out=os.path.join(sys.argv[1], fatal), **given)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
 
 
@@ -250,21 +257,22 @@ def equal(one, two):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fatal", [50, 54])
-def test_killed_and_resumed_it_is_the_same_to_the_bit(tmp_path, fatal):
+def test_killed_and_resumed_it_is_the_same_to_the_bit(tmp_path):
     whole = start(tmp_path / "whole")
     whole.fit()
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "killed"), str(fatal)]
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), "50", "54"]
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(fxplug.__file__).parents[1])])
-    done = subprocess.run(command, env={**os.environ, "FATAL": "1", "PYTHONPATH": path}, timeout=300, check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert not (tmp_path / "killed" / "module").exists() and list_checkpoints(tmp_path / "killed" / "checkpoints")
-    resumed = start(tmp_path / "killed")
-    resumed.fit(resume=tmp_path / "killed")
-    assert equal(final(tmp_path / "whole"), final(tmp_path / "killed"))
-    timed = ("seconds",)
-    both = [[{k: v for k, v in record.items() if k not in timed} for record in run.history] for run in (whole, resumed)]
-    assert both[0] == both[1]
+    env = {**os.environ, "FATAL": "1", "PYTHONPATH": path}
+    done = subprocess.run(command, env=env, timeout=300, check=True, stdout=subprocess.PIPE, text=True)
+    assert [int(code) for code in done.stdout.split()] == [-signal.SIGKILL] * 2
+    for out in (tmp_path / "50", tmp_path / "54"):
+        assert not (out / "module").exists() and list_checkpoints(out / "checkpoints")
+        resumed = start(out)
+        resumed.fit(resume=out)
+        assert equal(final(tmp_path / "whole"), final(out))
+        timed = ("seconds",)
+        both = [[{k: v for k, v in record.items() if k not in timed} for record in run.history] for run in (whole, resumed)]
+        assert both[0] == both[1]
 
 
 def test_resumed_from_any_checkpoint_it_is_the_same_to_the_bit(tmp_path):
