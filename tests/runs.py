@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import json
+import pickle
 from typing import Any
 
 import processes
@@ -16,7 +18,10 @@ from torch.utils.data import Dataset
 import fxplug
 from fxplug.config import flow
 from fxplug.config.run_config import resolve
+from fxplug.core.errors import GuardError
+from fxplug.pipelines import call_forms
 from fxplug.training import monitor
+from fxplug.training.tasks import sized_parts
 
 
 class Digits(Dataset[Any]):
@@ -80,25 +85,111 @@ def config(**changed: Any) -> dict[str, Any]:
 
 
 _traced: dict[str, Any] = {}
-_trace = flow._traced
+_build, _trace = flow._traced, flow._trace
 
 
 def _once(read, *given):
-    """A model that a configuration alone makes, traced once; the runs train copies."""
-    if not (read.model.kind == "timm" or isinstance(read.model.target, dict)) or read.weights is not None:
-        return _trace(read, *given)
-    data = resolve(read)
-    key = repr([data.get(key) for key in ("model", "inputs", "dtype", "mode", "seed", "leaf", "passes", "device")])
+    """A model that a configuration alone makes, or a saved pipeline, traced once; the runs train copies."""
+    if read.weights is not None or (key := _key_of(read, given[-1])) is None:
+        return _build(read, *given)
     if key not in _traced:
-        _traced[key] = _trace(read, *given)
+        module, built = _build(read, *given)
+        for other in built.beside.values():
+            other.traced = _trace(read, other, given[0])
+        if built.pipeline is not None:
+            built.pipeline.made_of = key
+        _traced[key] = module, built
     return copy.deepcopy(_traced[key])
+
+
+def _key_of(read, device):
+    """What a trace depends on: None where that is more than a configuration and the files of a pipeline say."""
+    data = resolve(read)
+    said = repr([data.get(key) for key in ("model", "inputs", "dtype", "mode", "seed", "leaf", "passes", "device")])
+    if read.model.kind == "timm" or isinstance(read.model.target, dict):
+        return said
+    folder = read.base / str(read.model.target)
+    if read.model.kind != "pipeline" or read.model.config is not None or not folder.is_dir():
+        return None
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    digest = hashlib.sha256(b"".join(str(path.relative_to(folder)).encode() + path.read_bytes() for path in files))
+    size = getattr(getattr(read, "data", None), "size", None)  # of which the example call is
+    rest = {**data["model"], "pipeline": digest.hexdigest()}, sorted(flow._later(read)), size, device
+    return repr([rest, *(data.get(key) for key in ("inputs", "dtype", "mode", "seed", "leaf", "device"))])
+
+
+def _trace_of(config, built, step):
+    """As it was traced beside another model of its pipeline."""
+    return vars(built).get("traced") or _trace(config, built, step)
+
+
+_seen: dict[str, Any] = {}
+_observe, _confirm, _add_size_forms = sized_parts.observe, sized_parts.confirm, sized_parts.add_size_forms
+
+
+def _what(pipe, *given):
+    """What is seen of a pipeline depends on: None where that cannot be told, as of one that was put together otherwise."""
+    if not hasattr(pipe, "made_of"):
+        return None
+    parts = {name: (type(part), getattr(part, "config", None)) for name, part in pipe.components.items()}
+    try:
+        call = hashlib.sha256(pickle.dumps(given)).hexdigest()
+    except (TypeError, AttributeError, pickle.PicklingError):
+        return None
+    return repr([type(pipe), pipe.made_of, parts, call])
+
+
+def observe_once(pipe, call, part=None):
+    """A tiny or saved pipeline is observed once for each call."""
+    if (key := _what(pipe, call, part)) is None:
+        return _observe(pipe, call, part)
+    if key not in _seen:
+        _seen[key] = _observe(pipe, call, part)
+    return copy.deepcopy(_seen[key])
+
+
+def _confirm_once(pipe, seen, calls):
+    """What was seen is confirmed once."""
+    if (key := _what(pipe, seen.part, seen.call, calls)) is None:
+        return _confirm(pipe, seen, calls)
+    if key not in _seen:
+        _seen[key] = _confirm(pipe, seen, calls)
+    return _seen[key]
+
+
+def _add_size_forms_once(module, calls):
+    """Where these calls have brought a module of the same kind no graph, they bring another one none."""
+    calls, passes = list(calls), module.meta.get("passes")
+    key = _what(calls[0].pipe, [each.arguments for each in calls], module.variants, passes, calls[0].part)
+    if key is None or key not in _seen:
+        before = module.variants
+        _add_size_forms(module, calls)
+        if key is not None and module.variants == before:
+            _seen[key] = True
+
+
+def _has_graph_for(module, call):
+    """As of `call_forms`, by a run on the values themselves, which of a tiny model takes less time than one without values."""
+    with call_forms._without_model(module), torch.random.fork_rng([]), torch.no_grad():
+        try:
+            module.forward(*call[0], **call[1])
+        except GuardError:
+            return False
+        except Exception:  # an operation's
+            return True
+    return True
 
 
 @contextlib.contextmanager
 def sharing(drawn: bool = False):
-    """Runs within have traces in common, and their pictures are left out but where a test looks at them."""
+    """Runs within have in common what is traced and seen of a model, and make pictures only where a test looks at them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flow, "_traced", _once)
+        patch.setattr(flow, "_trace", _trace_of)
+        patch.setattr(call_forms, "has_graph_for", _has_graph_for)
+        patch.setattr(sized_parts, "observe", observe_once)
+        patch.setattr(sized_parts, "confirm", _confirm_once)
+        patch.setattr(sized_parts, "add_size_forms", _add_size_forms_once)
         if not drawn:
             patch.setattr(monitor, "save_curves", lambda *given: False)
         yield

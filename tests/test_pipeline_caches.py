@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import runs
 import tiny_pipelines as tiny
 import torch
 from PIL import Image
@@ -23,6 +24,13 @@ from fxplug.training.tasks.task import TaskInfo
 from fxplug.training.train_section import Data
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # numpy's, of some schedulers
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shared():
+    """The runs of this file have what is traced and seen of a tiny pipeline in common."""
+    with runs.sharing():
+        yield
 
 
 def picture(path, seed):

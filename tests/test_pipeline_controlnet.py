@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import diffusers
 import pytest
+import runs
 import tiny_pipelines as tiny
 import torch
 from safetensors.torch import load_file
@@ -13,7 +14,6 @@ from test_pipeline_denoise import SIZE, batch_of, inpainting
 import fxplug
 from fxplug.core.errors import SpecError, TrainError
 from fxplug.pipelines.denoiser_call import example_call
-from fxplug.pipelines.observation import observe
 from fxplug.training.adapter_output import check_adapter, list_written_passes
 from fxplug.training.network_output import find_frozen_network, find_network
 from fxplug.training.random_draws import Draws
@@ -36,6 +36,13 @@ data: {images: data, conditions: edges, size: 64, flip: true, cache: cache}
 """
 
 
+@pytest.fixture(autouse=True, scope="module")
+def shared():
+    """The runs of this file have what is traced and seen of a tiny pipeline in common."""
+    with runs.sharing():
+        yield
+
+
 def random_network(unet, seed=0):
     """A ControlNet none of whose weights are zero, so that its pictures reach the output."""
     with torch.random.fork_rng([]):
@@ -49,7 +56,7 @@ def random_network(unet, seed=0):
 
 def controlled(pipe, network=None):
     """The UNet of a pipeline with a network in its graph, that takes any form of call."""
-    seen = observe(pipe, {"height": SIZE[0], "width": SIZE[1]})
+    seen = runs.observe_once(pipe, {"height": SIZE[0], "width": SIZE[1]})
     given = {"network": network} if network is not None else {"options": EMBEDDING}
     traced = fxplug.trace(pipe.unet, kwargs=example_call(pipe, seen))
     return fxplug.variants(fxplug.apply(traced, fxplug.load_pass("controlnet", **given)), pipe.unet)
@@ -206,7 +213,7 @@ def test_a_pipeline_that_needs_a_picture_of_its_own_is_refused():
 
 def test_a_pass_that_needs_something_else_is_refused():
     pipe = tiny.make("sd15")
-    seen = observe(pipe, {"height": SIZE[0], "width": SIZE[1]})
+    seen = runs.observe_once(pipe, {"height": SIZE[0], "width": SIZE[1]})
     spec = {"inputs": {"mood": {"shape": [1]}}, "rules": [{"match": {"path": "mid_block"}, "use": "fxplug.blocks:Scale"}]}
     module = fxplug.apply(fxplug.trace(pipe.unet, kwargs=example_call(pipe, seen)), fxplug.load_pass({"name": "mood", **spec}))
     with pytest.raises(SpecError, match="the input 'mood' to the denoiser, and nothing in a pipeline's data is for it"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import diffusers
 import pytest
+import runs
 import tiny_pipelines as tiny
 import torch
 from PIL import Image
@@ -59,7 +60,7 @@ def part_of(name):
 
 def rewritten(pipe, call, part=None, **example):
     """The denoiser of a pipeline with LoRA, that takes any form of call."""
-    seen = observe(pipe, {"height": SIZE[0], "width": SIZE[1], **call, **example}, part)
+    seen = runs.observe_once(pipe, {"height": SIZE[0], "width": SIZE[1], **call, **example}, part)
     model = getattr(pipe, seen.part)
     torch.manual_seed(0)
     new = fxplug.apply(fxplug.trace(model, kwargs=example_call(pipe, seen, **example)),
@@ -291,27 +292,28 @@ def test_every_bucket_is_observed_before_the_training_and_others_when_they_come(
 # --- conditions
 
 
+def named(pipe):
+    """A pipeline of its kind that `runs` knows again: all that is called so is made alike."""
+    pipe.set_progress_bar_config(disable=True)
+    pipe.made_of = type(pipe).__name__
+    return pipe
+
+
 def pix2pix():
     unet = tiny.unet(in_channels=8, cross_attention_dim=12, attention_head_dim=2)
     parts = {**tiny.make("sd15").components, "unet": unet}
-    pipe = diffusers.StableDiffusionInstructPix2PixPipeline(**parts, requires_safety_checker=False)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return named(diffusers.StableDiffusionInstructPix2PixPipeline(**parts, requires_safety_checker=False))
 
 
 def inpainting():
     unet = tiny.unet(in_channels=9, cross_attention_dim=12, attention_head_dim=2)
     parts = {**tiny.make("sd15").components, "unet": unet}
-    pipe = diffusers.StableDiffusionInpaintPipeline(**parts, requires_safety_checker=False)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return named(diffusers.StableDiffusionInpaintPipeline(**parts, requires_safety_checker=False))
 
 
 def kontext():
     parts = {k: v for k, v in tiny.make("flux").components.items() if k not in ("image_encoder", "feature_extractor")}
-    pipe = diffusers.FluxKontextPipeline(**parts)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return named(diffusers.FluxKontextPipeline(**parts))
 
 
 PICTURED = {

@@ -12,6 +12,7 @@ import time
 
 import diffusers
 import pytest
+import runs
 import tiny_pipelines as tiny
 import torch
 import yaml
@@ -30,6 +31,13 @@ BOTH = ("transformer", "transformer_2")
 FILE = "pytorch_lora_weights.safetensors"
 TEXT = {"passes": [{"lora": {"at": "re:.*[qv]_proj$", "rank": 2}}], "lr": 2e-2}
 CLIPS = {"sd15": ("text_encoder",), "sdxl": ("text_encoder", "text_encoder_2")}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shared():
+    """The runs of this file have what is traced and seen of a tiny pipeline in common."""
+    with runs.sharing():
+        yield
 
 
 def given(folder, name, *, part=None, text=None, train=None, task=None, **changed):
