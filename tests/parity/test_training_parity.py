@@ -17,7 +17,7 @@ import fxplug
 from fxplug.lowerings.linear import operators
 
 STEPS, CLOSE = 50, 1e-4
-VIT = {"img_size": 32, "patch_size": 8, "depth": 3, "num_classes": 4}
+VIT = {"img_size": 32, "patch_size": 8, "depth": 2, "num_classes": 4}
 
 
 @pytest.fixture(scope="module")
