@@ -260,7 +260,7 @@ def few_stages():
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["vit", "unet", "lite"])
 def test_gradients_under_compile(case):
-    base = {"vit": small.vit, "unet": unets.sd15, "lite": lambda: small.seeded(few_stages)}[case]()
+    base = {"vit": small.vit, "unet": small.unet, "lite": lambda: small.seeded(few_stages)}[case]()
     gm = loud(lora(base, at="re:.*(attn|conv_pw).*")).train(case != "vit")  # its dropout would be drawn by another generator
     made = outline(gm, ["blocks.*"] if case == "vit" else None, checkpoint=True)
     theirs = run(compiled(gm, "aot_eager"), gm, base)
