@@ -72,6 +72,7 @@ def test_a_dictionary_of_blocks_is_taken_as_by_diffusers():
         ours.set_adapters(["a0", "a1"], [one, 0.6])
         rows.append(ours.adapters.active)
         mixed.append(wanted[number][number])
+    assert f"{rows[0]['a0']:g}" == "1 by block"
     ours.adapters.use(rows)
     torch.testing.assert_close(ours(**call()).sample, torch.stack(mixed), rtol=1e-5, atol=1e-5)
     assert ours.adapters.active == rows

@@ -43,6 +43,9 @@ class Strength:
                 raise SpecError(found, path=("blocks",), key=pattern)
         object.__setattr__(self, "blocks", {pattern: float(factor) for pattern, factor in self.blocks.items()})
 
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec) + (" by block" if self.blocks else "")
+
 
 @dataclass(frozen=True)
 class Schedule:
