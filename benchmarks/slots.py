@@ -27,16 +27,23 @@ ROWS, RANK, TURNS = 16, 8, 5
 
 def build() -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(0)
-    model = UNet2DConditionModel.from_config(FASHION / "unet").eval() if "--fashion" in sys.argv else UNet2DConditionModel(
-        sample_size=14, in_channels=4, out_channels=4, layers_per_block=2, block_out_channels=(64, 128), norm_num_groups=16,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=64, attention_head_dim=8,
-    ).eval()  # fmt: skip
+    if "--fashion" in sys.argv:
+        model = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(FASHION / "unet")).eval()
+    else:
+        model = build_small()
     call = {
         "sample": torch.randn(ROWS, 4, 14, 14), "timestep": torch.rand(ROWS) * 1000,
         "encoder_hidden_states": torch.randn(ROWS, 2, 64), "return_dict": False,
     }  # fmt: skip
     return fxplug.trace(model, kwargs=call), call
+
+
+def build_small() -> Any:
+    return UNet2DConditionModel(
+        sample_size=14, in_channels=4, out_channels=4, layers_per_block=2, block_out_channels=(64, 128), norm_num_groups=16,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=64, attention_head_dim=8,
+    ).eval()  # fmt: skip
 
 
 def make_adapter(gm: Any, magnitudes: bool = False) -> dict[str, torch.Tensor]:

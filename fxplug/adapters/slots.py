@@ -21,7 +21,7 @@ from .loading import find_tensor, fit_to, list_weights
 from .rows import TABLE, Rows, check_name_known, make_tables, read_row, read_rows
 from .saved_heads import without_heads
 from .state import Prepared, SlotState
-from .strengths import Strength, get_value, spread_factors
+from .strengths import Strength, expand_factors, get_value
 from .writing import About, FileOptions, Saved, describe_model, make_content, write
 
 Weights = Mapping[str, float | Strength]
@@ -483,6 +483,6 @@ class Adapters(SlotState):
         if any(isinstance(value, Strength) for value in row.values()):
             tables = make_tables(self, [row], True)
             rows = {p: [own[key][0].cpu() for key in ("weights", "which", "factors")] for p, own in tables.items()}
-            return {p: spread_factors(*own) for p, own in rows.items()}
+            return {p: expand_factors(*own) for p, own in rows.items()}
         row = {"": 0.0, **row}
         return {p: torch.tensor([get_value(row.get(name, 0.0)) for name in self.names_of(p)]) for p in self.banks}

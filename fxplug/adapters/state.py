@@ -20,7 +20,7 @@ from .banks import Bank, check_name
 from .files import Fit
 from .gains import BaseVersions, list_gained, make_gains
 from .rows import Slots, choose_slots
-from .strengths import realign
+from .strengths import align_factors
 
 Write = Callable[[Tensor, Any], Any]  # puts a number or a tensor into a tensor of the slots
 Use = tuple[Tensor, Tensor | None]  # how much rows take of a slot, see `_read_use`
@@ -288,7 +288,7 @@ class SlotState(Slots):
             if used and (which := self.there(f"{p}.gates.table.which")) is not None:
                 now = choose_slots(self._table(p, "weights"), self.names_of(p), which.shape[1])
                 if (factors := self.there(f"{p}.gates.table.factors")) is not None:
-                    made = realign(factors, which, now)
+                    made = align_factors(factors, which, now)
                     write(factors, made if own is None else torch.where((now == slot)[:, None], own[:, :, None], made))
                 write(which, now)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import SpecError, did_you_mean, format_fields, quote
-from ..core.spec.addresses import covers
+from ..core.spec.addresses import is_covered
 from .banks import Bank, is_finite
 
 KEPT = 64  # so many dictionaries of blocks are kept as tables
@@ -153,14 +153,14 @@ def find_factors(strength: Strength, banks: Sequence[Bank], groups: int, paths: 
     assert strength.blocks is not None
     made: list[float | None] = [None] * groups
     for pattern in strength.blocks:
-        if not any(covers(pattern, path) for path in paths):
+        if not any(is_covered(pattern, path) for path in paths):
             parents = {path.rsplit(".", n)[0] for path in paths for n in range(path.count(".") + 1)}
             raise SpecError(f"no layer with adapters is at '{pattern}'{did_you_mean(pattern, sorted(parents))}", key=pattern)
     first: dict[int, str] = {}
     for bank in banks:
         factor = 1.0
         for pattern, value in strength.blocks.items():
-            factor = value if covers(pattern, bank.path) else factor
+            factor = value if is_covered(pattern, bank.path) else factor
         if made[bank.group] not in (None, factor):
             raise SpecError(
                 f"'{first[bank.group]}' and '{bank.path}' are in one group of the pass, and the strength has "
@@ -209,14 +209,14 @@ def make_factors(
     return made
 
 
-def spread_factors(weights: Tensor, which: Tensor, factors: Tensor) -> Tensor:
+def expand_factors(weights: Tensor, which: Tensor, factors: Tensor) -> Tensor:
     """Return the strength of each slot in each group, (groups, slots), from that of a row: (slots,), the slots that it takes,
     (per_sample,), and the factors of these, (groups, per_sample)."""
     made = weights.new_zeros(len(factors), len(weights))
     return made.scatter_add(1, which.expand(len(factors), -1), weights[which] * factors.to(weights.dtype))
 
 
-def realign(factors: Tensor, before: Tensor, now: Tensor) -> Tensor:
+def align_factors(factors: Tensor, before: Tensor, now: Tensor) -> Tensor:
     """Return factors (rows, groups, per_sample) in the order in which rows take slots now; one for a slot that is new there."""
     same = now[:, :, None] == before[:, None, :]
     found = factors.gather(2, same.int().argmax(2)[:, None].expand(-1, factors.shape[1], -1))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core.errors import SpecError, quote
 from ..core.ir.containers import find_tensor
-from ..core.spec.addresses import covers
+from ..core.spec.addresses import is_covered
 from ..core.torch_internals.tensors import is_watched, version
 from .base import CONVOLUTIONS, check_count
 from .lora import Lora
@@ -44,7 +44,7 @@ class GatheredLora(Lora):
         assert isinstance(made, cls)
         if groups is not None:
             path = site.path.partition("@")[0]
-            made.group = 1 + next((index for index, pattern in enumerate(groups) if covers(pattern, path)), -1)
+            made.group = 1 + next((index for index, pattern in enumerate(groups) if is_covered(pattern, path)), -1)
         return made
 
     def bank(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ..core.spec.pass_file import get_arguments
 from ..core.spec.yaml_source import quote_yaml, validate
 from ..core.torch_internals.tensors import lerp_all
 from .import_paths import construct, import_name
-from .task_section import Schedule
+from .task_section import ScheduleOptions
 from .train_section import GroupRates, Train, Use
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -228,7 +228,7 @@ def make_scheduler(use: Use | None, optimizer: torch.optim.Optimizer, steps: int
     per = options.pop("per", "step")
     length = max(1, math.ceil(steps / per_epoch)) if per == "epoch" else steps
     if use.name in SHAPES:
-        shape = _shape(use.name, length, validate(Schedule, use.options, "train", "scheduler", use.name))
+        shape = _shape(use.name, length, validate(ScheduleOptions, use.options, "train", "scheduler", use.name))
         return torch.optim.lr_scheduler.LambdaLR(optimizer, shape), per == "epoch"
     package = torch.optim.lr_scheduler
     known = {name.lower(): getattr(package, name) for name in package.__all__ if name != "LRScheduler"}
@@ -266,7 +266,7 @@ def _try_schedule(kind: Any, use: Use, optimizer: torch.optim.Optimizer, length:
                 raise SpecError(f"{use.name} makes the learning rate {min(rates):.6g} after step {step}")
 
 
-def _shape(name: str, length: int, options: Schedule) -> Callable[[int], float]:
+def _shape(name: str, length: int, options: ScheduleOptions) -> Callable[[int], float]:
     warmup = options.warmup if options.warmup >= 1 else round(options.warmup * length)
 
     def rate(step: int) -> float:

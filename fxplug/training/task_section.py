@@ -26,7 +26,7 @@ LONGEST_SIDE = 65536  # of a picture, pixels
 MOST = 10_000  # of pictures, and of the steps that make one
 
 
-class Schedule(Section):
+class ScheduleOptions(Section):
     """Options of `constant`, `linear` and `cosine`."""
 
     warmup: float = declare(
@@ -36,7 +36,7 @@ class Schedule(Section):
     per: Literal["step", "epoch"] = declare("step", "whether the rate changes with each step or with each epoch", "epoch")
 
     @model_validator(mode="after")
-    def _check_warmup(self) -> Schedule:
+    def _check_warmup(self) -> ScheduleOptions:
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             finding = f"must be a whole number of steps, or a share of them below 1, not {quote_yaml(self.warmup)}"
             raise convert_error(SpecError(finding, path=("warmup",)))
@@ -207,4 +207,4 @@ class PipelineTextOptions(Section):
 
 
 TASKS: dict[str, type[BaseModel]] = {"classify": ClassifyOptions, "denoise": DenoiseOptions}
-SCHEDULES: dict[str, type[BaseModel]] = {"constant": Schedule, "linear": Schedule, "cosine": Schedule}
+SCHEDULES: dict[str, type[BaseModel]] = {"constant": ScheduleOptions, "linear": ScheduleOptions, "cosine": ScheduleOptions}

@@ -29,7 +29,7 @@ from .task_section import (
     DenoiseOptions,
     PipelineTextOptions,
     PromptOptions,
-    Schedule,
+    ScheduleOptions,
     TextOptions,
 )
 
@@ -468,7 +468,7 @@ TRAIN = ConfigSection(
         Test: "`train.test`",
         TrainedAdapter: "`train.adapters`, each of them",
         Parallel: "`train.parallel`",
-        Schedule: "`train.scheduler`, below `constant`, `linear` or `cosine`",
+        ScheduleOptions: "`train.scheduler`, below `constant`, `linear` or `cosine`",
         ClassifyOptions: "`train.task`, below `classify`",
         DenoiseOptions: "`train.task`, below `denoise`",
         TextOptions: "`train.task.denoise.text`, below a folder",

@@ -382,7 +382,7 @@ class SampleTable:
         raise NotImplementedError
 
 
-def notify_loaded(module: nn.Module, result: Any) -> Any:
+def report_loaded(module: nn.Module, result: Any) -> Any:
     """Tell the blocks of a module that its weights were loaded: `after_load` of one makes anew what it has made of them.
 
     Returns the result of the loading.

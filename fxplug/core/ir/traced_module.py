@@ -21,7 +21,7 @@ from ..torch_internals.modules import COMPILED, leave_frame, without_compiler
 from .calls import CHECKPOINTING, FORWARD, call_code, choose_by_gradients, choose_by_mode, make_forward
 from .containers import HOOKED, RESERVED, WATCHED, Container, SharedCode, TracedRoot, find_module, get_child
 from .context_managers import get_context_manager
-from .graph import OF_THE_ROOT, Graph, compile_graph, copy_graph, list_tied, note_uncalled, notify_loaded
+from .graph import OF_THE_ROOT, Graph, compile_graph, copy_graph, list_tied, note_uncalled, report_loaded
 
 if TYPE_CHECKING:
     from .part_modes import PartModes
@@ -387,7 +387,7 @@ class TracedModule(TracedRoot, fx.GraphModule):
 
             check_assigned(self, state_dict)
         with write_lock(get_locks(self)):
-            return notify_loaded(self, super().load_state_dict(state_dict, strict, assign))
+            return report_loaded(self, super().load_state_dict(state_dict, strict, assign))
 
     def __getitem__(self, key: int | str) -> Any:
         return get_child(self, key)

@@ -21,7 +21,7 @@ from ..ir.containers import Container
 from ..ir.graph import Graph, copy_graph, insert
 from ..ir.regions import Regions, expand_ports, find_input, find_source, list_member_ports
 from ..ir.traced_module import TracedModule, strip_to_container
-from ..spec.addresses import WHOLE, Port, covers, is_pattern, parse_port, select
+from ..spec.addresses import WHOLE, Port, is_covered, is_pattern, parse_port, select
 from ..spec.pass_file import import_target
 from ..spec.rules import GATES, Pass
 from .graft import Graft, find_last_input, trace_module
@@ -148,7 +148,7 @@ def find_groups(gm: TracedModule, p: Pass) -> list[str]:
     """
     paths = [path for path, _ in gm.named_modules() if path]
     if p.groups != "block":
-        if odd := next((pattern for pattern in p.groups if not any(covers(pattern, path) for path in paths)), None):
+        if odd := next((pattern for pattern in p.groups if not any(is_covered(pattern, path) for path in paths)), None):
             raise SpecError(f"{p.name}: groups: nothing is at '{odd}'{did_you_mean(odd, paths)}", where=p.where)
         return list(p.groups)
     found: dict[str, None] = {}

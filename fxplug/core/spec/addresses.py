@@ -208,7 +208,7 @@ def select(pattern: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
     return {name: match.groupdict() for name in names if (match := regex.match(name))}
 
 
-def covers(pattern: str, path: str) -> bool:
+def is_covered(pattern: str, path: str) -> bool:
     """Return whether a pattern matches a path or one above it: `blocks.0` covers all that is in that block."""
     regex, parts = compile_pattern(pattern), path.split(".")
     return any(regex.match(".".join(parts[:count])) for count in range(1, len(parts) + 1))

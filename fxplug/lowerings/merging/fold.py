@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ...adapters.slots import Adapters
-from ...adapters.strengths import spread_factors
+from ...adapters.strengths import expand_factors
 from ...blocks.base import Table, check_values
 from ...core import quantised
 from ...core.errors import SpecError, did_you_mean
@@ -152,7 +152,7 @@ def get_uniform_gates(gm: nn.Module, name: str) -> Tensor:
             "for all samples, adapters.use(name), or keep the un-merged module for mixed batches"
         )
     if (factors[0] != 1).any():
-        return spread_factors(weights[0], table.which[0], factors[0])
+        return expand_factors(weights[0], table.which[0], factors[0])
     return weights[0].clone()
 
 
