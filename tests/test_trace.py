@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import random
+import sys
 import threading
 import warnings
 from collections import OrderedDict, defaultdict
@@ -224,7 +225,10 @@ def test_containers_that_are_given_are_left_as_the_model_leaves_them(forward: An
         assert difference(theirs, ours) is None and difference(theirs, given) is not None
 
 
-def test_containers_that_hold_themselves_are_refused() -> None:
+def test_containers_that_hold_themselves_are_refused(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(functools.partial(sys.setrecursionlimit, sys.getrecursionlimit()))
+    sys.setrecursionlimit(500)  # each leaf on the way down costs as much as the calls around it are many
+
     def put(self: Any, x: torch.Tensor, given: Any) -> Any:
         given.append(given)
         return x * 2
