@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import fxplug
 from fxplug.config.run_config import load_config
-from fxplug.core.errors import SpecError, did_you_mean, format_path
+from fxplug.core.errors import Limits, SpecError, did_you_mean, format_path
 from fxplug.core.spec.pass_file import Match, Pass, Rule, Where, folder, import_target, list_shipped, load_pass
 from fxplug.core.spec.yaml_source import parse_yaml
 
@@ -122,6 +122,16 @@ plain = st.recursive(
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_yaml_reads_what_pyyaml_writes(value):
     assert parse_yaml(yaml.safe_dump(value)).data == value
+
+
+def test_a_text_that_is_read_again_is_not_what_a_caller_has_made_of_it():
+    text = "a: {b: [1, 2]}\nc: x\n"
+    one = parse_yaml(text, "f.yaml")
+    one.data["a"]["b"].append(3)
+    one.lines.clear()
+    assert parse_yaml(text, "f.yaml").data == {"a": {"b": [1, 2]}, "c": "x"}
+    assert str(parse_yaml(text, "g.yaml").where("c")) == "g.yaml:2"
+    assert "more than 2 values" in message(lambda text: parse_yaml(text, "f.yaml", Limits(entries=2)), text)
 
 
 def test_every_value_has_its_line():
