@@ -10,6 +10,7 @@ import timm
 import torch
 import torchvision
 import zoo
+from sweeps import sweep
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -101,7 +102,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@sweep("name", MODELS, "vit", "convnext", "resnet", "overwritten")
 def test_what_hooks_get(name):
     torch.manual_seed(0)
     model, args, kwargs = MODELS[name]()

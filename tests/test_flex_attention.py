@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from sweeps import sweep
 from torch import nn
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
@@ -114,7 +115,7 @@ class Stack(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("kind", [Causal, Window, Score, Both, Twice, Stack])
+@sweep("kind", [Causal, Window, Score, Both, Twice, Stack], 0, 3)
 @pytest.mark.parametrize("training", [False, True])
 def test_a_model_with_flex_attention_gives_what_it_gives(kind: type[nn.Module], training: bool) -> None:
     torch.manual_seed(0)
@@ -126,7 +127,7 @@ def test_a_model_with_flex_attention_gives_what_it_gives(kind: type[nn.Module], 
             assert torch.equal(gm(x), model(x))
 
 
-@pytest.mark.parametrize("kind", [Causal, Window, Score])
+@sweep("kind", [Causal, Window, Score], 2)
 def test_it_compiles_as_one_graph(kind: type[nn.Module]) -> None:
     model, x = kind().eval(), torch.randn(2, 32, 16)
     gm = fxplug.trace(model, (x,))

@@ -15,6 +15,7 @@ import matrix
 import matrix_features
 from matrix_features import FEATURES
 from matrix_page import grid
+from sweeps import sweep
 
 import fxplug
 
@@ -39,7 +40,7 @@ def found(name):
     return matrix.run(matrix.cell_of(name), LIMIT)
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@sweep("name", SAMPLE, 0, 3, 7, 8)
 def test_a_sample_is_equal(name):
     line = found(name)
     assert (line["outcome"], line["text"]) == (matrix.EQUAL, "")

@@ -132,6 +132,7 @@ def test_no_samples_are_right_or_refused(to, tmp_path):
         model(ids[:0])
 
 
+@pytest.mark.slow
 def test_operations_of_every_kind():
     """`make fuzz` has as many as it is given."""
     counts: Counter[str] = Counter()

@@ -8,7 +8,7 @@ import fuzz_processes
 import processes
 import pytest
 
-QUICK, CASES = 3010, range(3001, 3010)
+OF_FOUR, CASES = 3010, range(3001, 3010)
 
 
 def found(seed):
@@ -25,6 +25,7 @@ def test_processes_give_what_one_gives_or_refuse_alike(seed, tmp_path):
     assert ended.codes == [0], ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 def test_a_story_of_four_processes(tmp_path):
-    ended = processes.ended(found, QUICK, folder=tmp_path)
+    ended = processes.ended(found, OF_FOUR, folder=tmp_path)
     assert ended.codes == [0], ended.stdout + ended.stderr

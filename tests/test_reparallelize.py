@@ -12,6 +12,7 @@ import small
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -25,6 +26,7 @@ CONDITION = {
     "rules": [{"match": {"path": "up"}, "place": "before", "use": "fxplug.blocks:Add", "args": ["x", "cond", "strength"]}],
 }
 WAYS = [{"batch": 2}, {"ulysses": 2}, {"ring": 2}, {"tensor": 2}, {"batch": 2, "tensor": 2}]
+each_way = sweep("ways", WAYS, 0, 3, ids=str)  # samples and tensors are split in two ways of their own; the rest is as these
 
 
 class Block(nn.Module):
@@ -76,7 +78,7 @@ def same(gm, new, ways, value=None):
             assert measure_difference(found, want).times <= 1
 
 
-@pytest.mark.parametrize("ways", WAYS, ids=str)
+@each_way
 def test_a_pass_on_what_is_split_is_that_pass_split(ways):
     gm = traced()
     new = split(gm, ways)
@@ -90,7 +92,7 @@ def test_a_pass_on_what_is_split_is_that_pass_split(ways):
     assert str(split(traced(), ways).graph) == graph
 
 
-@pytest.mark.parametrize("ways", WAYS, ids=str)
+@each_way
 def test_what_is_split_without_a_pass_is_split_again(ways):
     gm = fxplug.apply(traced(), lora(), lora("second"))
     fill(gm, "lora"), fill(gm, "second")
@@ -180,7 +182,7 @@ def adapter():
     return {key: value for key, value in gm.state_dict().items() if key.startswith("lora.")}
 
 
-@pytest.mark.parametrize("ways", WAYS, ids=str)
+@each_way
 def test_adapters_for_each_sample_that_are_loaded_into_what_is_split(ways):
     """When the plan was made the slots were empty: what hangs on their rows could not be seen from the values."""
     gm = fxplug.apply(traced(), lora(slots=2))
@@ -190,7 +192,7 @@ def test_adapters_for_each_sample_that_are_loaded_into_what_is_split(ways):
     same(gm, new, new.meta["plan"].ways)
 
 
-@pytest.mark.parametrize("ways", WAYS, ids=str)
+@each_way
 def test_a_plan_for_weights_that_are_zeros_holds_for_others(ways):
     """A bias that two processes add, or a layer that only one of them computes, shows with other weights only."""
     gm = traced(zeros=True)
