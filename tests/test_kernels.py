@@ -30,6 +30,7 @@ def proved(program, *how, **environment):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
+@pytest.mark.slow  # float32 in each mode is tried by the quick tests of the trial (test_roofline.py)
 def test_kernels_give_the_values_and_gradients_of_float64():
     """Each dtype and kind once; `make kernels` draws more of each."""
     proved("kernels_interpreted.py", "quick", TRITON_INTERPRET="1")
@@ -42,7 +43,7 @@ def test_compilers_take_the_kernels_into_their_programs():
 
 @pytest.mark.slow
 def test_kernels_compile_without_spilling():
-    """At the smallest and the largest rank; `make kernels` has the one between."""
+    """On one device of each kind of tensor cores; `make kernels` has each device and each rank."""
     proved("kernels_compiled.py", "quick")
 
 
