@@ -44,8 +44,11 @@ def test_a_sample_of_each_family(name):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", [*random_models.ORDINARY, *random_models.HOSTILE])
 def test_each_snippet(name):
-    hold(random_models.program(0, False, only=name))
-    hold(random_models.program(1, False, only=name), WAYS)
+    """Among few others, in the ways that its kind is about; `make fuzz` has it among more, in more ways."""
+    if name in random_models.HOSTILE:
+        hold(random_models.program(1, False, only=name), WAYS)
+    else:
+        hold(random_models.program(0, False, only=name))
 
 
 @sweep("seed", range(12), 0, 1, 2)
