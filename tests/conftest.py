@@ -29,8 +29,8 @@ def pytest_addoption(parser):
 
 
 # files with the longest tests: they begin first, or one process would wait for another at the end
-LONG = ("test_extensions.py", "test_tutorials.py", "test_examples.py", "test_kernels.py", "test_roofline.py",
-        "test_part_modes.py", "test_packages.py", "test_parallel_faults.py")  # fmt: skip
+LONG = ("test_tutorials.py", "test_examples.py", "test_packages.py", "test_extensions.py", "test_roofline.py",
+        "test_part_modes.py", "test_kernels.py", "test_parallel_faults.py")  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
