@@ -58,12 +58,14 @@ BLOCKED = """
 
 # code runs in processes forked from one that has imported what takes long: a new Python takes seconds for that
 FORKING = """
-    import json, os, sys, tempfile, traceback, warnings
-    import networkx, numpy, pydantic, pytest, torch, torch._dynamo
+    import gc, json, os, pdb, sys, tempfile, traceback, warnings
+    import networkx, numpy, pydantic.main, pytest, torch, torch._dynamo, torch.utils.tensorboard, typer.testing
     import diffusers.models.unets.unet_2d_condition, hypothesis, lycoris, peft, sklearn.datasets, timm, transformers
+    import diffusers.pipelines.controlnet.pipeline_controlnet, diffusers.pipelines.flux.pipeline_flux
 
     warnings.simplefilter("error", UserWarning)
     torch.compile(torch.nn.Linear(1, 1), backend="eager")(torch.ones(1, 1))  # makes the compiler's tables
+    gc.freeze()  # pytest collects garbage ten times, and each child would walk all of these libraries
     for line in sys.stdin:
         code, file = json.loads(line)
         pid = os.fork()
@@ -165,8 +167,8 @@ TESTS = {
     "adapters": "test_adapter_passes.py::test_each_layer_has_the_rank_of_its_update",
     "step_cache": "test_fastattention.py::test_a_window_computes_what_it_says",
     "lowerings": "test_folding.py::test_passes_on_one_layer_are_folded_in_their_order",
-    "parallel": "test_parallel_rows.py::test_an_operation_on_fetched_rows",
-    "exports": "test_export.py::test_sizes_stay_free",
+    "parallel": "test_parallel_rows.py::test_an_operation_on_fetched_rows[0-padded]",
+    "exports": "test_export.py::test_a_link_stays_and_what_it_leads_to_is_replaced",
     "reporting": "test_report.py::test_a_module_without_passes_is_a_plain_picture",
     "training": "test_draws.py",
     "pipelines": "test_in_pipelines.py::test_a_part_that_cannot_be_traced_so",
@@ -325,6 +327,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_a_package_of_one_file_works_and_one_that_does_not_fit_is_named(installed, run, tmp_path):
     """It brings a pass, a block, a verb and a check. One that is broken, of another core, or brings what others do is named."""
     head = f"import sys; sys.path.insert(0, {str(installed)!r})\n"
