@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -24,6 +25,15 @@ def built(name):
     return case.build().eval(), *case.inputs(batch=2)
 
 
+@functools.cache
+def traced(name):
+    """A model, its inputs, and what is traced of it unfused and fused."""
+    model, args, kwargs = built(name)
+    fused = copy.deepcopy(model)
+    fused.fuse_qkv_projections()
+    return model, args, kwargs, fused, [fxplug.trace(target, args, kwargs) for target in (copy.deepcopy(model), fused)]
+
+
 def lora(model, path):
     """A LoRA of rank 2 of a layer of a model, or of one whose outputs are all of several's."""
     shapes = [model.get_submodule(each).weight.shape for each in path]
@@ -40,10 +50,8 @@ def result(module, args, kwargs):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("form", ["one layer's name", "usual names"])
 def test_files_fit_the_fused_and_the_unfused_model(name, form):
-    model, args, kwargs = built(name)
+    model, args, kwargs, fused, graphs = traced(name)
     called = {path for path, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    plain, fused = copy.deepcopy(model), copy.deepcopy(model)
-    fused.fuse_qkv_projections()
     made = {path for path, _ in fused.named_modules() if path.rpartition(".")[2] in FUSED}
     rows = {one: paths for one, paths in map_fused_names(called).items() if one in made}
     assert rows
@@ -57,8 +65,7 @@ def test_files_fit_the_fused_and_the_unfused_model(name, form):
                 merged.get_submodule(each).weight.data += part @ down
     want = result(merged, args, kwargs)
     assert not torch.allclose(want, result(model, args, kwargs))
-    for target in (plain, fused):
-        gm = fxplug.trace(target, args, kwargs)
+    for gm in graphs:
         new = fxplug.apply(gm, fxplug.pass_for(state, gm, slots=1))
         new.adapters.load("it", state)
         new.adapters.use("it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -21,6 +22,13 @@ class Bare(nn.Module):
 
     def forward(self, x):
         return self.part.fc(x * self.scale) * self.part.table[0] + self.part.table[1]
+
+
+@functools.cache
+def traced(name):
+    """A model, its inputs, and its trace."""
+    model, args, kwargs = built(name)
+    return model, args, kwargs, fxplug.trace(model, args, kwargs)
 
 
 def built(name):
@@ -71,9 +79,8 @@ def first(value):
 @pytest.mark.parametrize("name", CASES)
 def test_a_change_of_a_parameter_is_the_base_and_the_difference(name):
     kind, key, parameter = CASES[name]
-    model, args, kwargs = built(kind)
+    model, args, kwargs, gm = traced(kind)
     change = torch.randn_like(model.get_parameter(parameter))
-    gm = fxplug.trace(model, args, kwargs)
 
     def eager(strength):
         changed = copy.deepcopy(model)
