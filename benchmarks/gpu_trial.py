@@ -331,18 +331,21 @@ def swap(trial: Trial) -> None:
 
 
 HOWS = ("eager", "graph", "reduce-overhead", "compiled")
+WAYS = ("plain", "merged", "stock", "fused", "triton", "triton:weight", "peft")
+# without CUDA: each way once, and the forms that differ for a compiler
+TRIED = {*(("eager", way) for way in WAYS), ("compiled", "plain"), ("compiled", "stock"), ("compiled", "triton")}
 
 
 @torch.no_grad()
 def models(trial: Trial) -> None:
     """Each model in each way, and how far its result is from that of `stock`."""
-    known, peft = [], ["peft"] if importlib.util.find_spec("peft") else []
+    known = []
     try:
         for subject in gpu_models.subjects(DEVICE, DTYPE):
             known.append(subject)
     except Exception as error:  # a package that does not fit the others
         trial.fail("models: those that come behind", said(error))
-    ways = ["plain", "merged", "stock", "fused", "triton", "triton:weight", *peft]
+    ways = WAYS if importlib.util.find_spec("peft") else WAYS[:-1]
     for index, (name, make, given, pattern) in enumerate(known):
         until = time.monotonic() + max(0.0, trial.until - time.monotonic()) / (len(known) - index)
         row = trial.found.setdefault("models", {}).setdefault(name, {"failed": {}})
@@ -353,7 +356,7 @@ def models(trial: Trial) -> None:
             trial.fail(f"models: {name}", said(error))
             continue
         for how, way in itertools.product(HOWS, ways):
-            if time.monotonic() > until or (not CUDA and how not in ("eager", "compiled")):
+            if time.monotonic() > until or (not CUDA and (how, way) not in TRIED):
                 continue
             try:
                 model = gpu_models.adapted(base, way, pattern, operators.run_lora_linear)
