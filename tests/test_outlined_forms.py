@@ -10,8 +10,9 @@ from torch import nn
 
 import fxplug
 from fxplug.lowerings.regions.submodules import CheckpointedRegion, outline
-from fxplug.training.distributed import set_mode
+from fxplug.training.distributed import make_accelerator, prepare, set_mode
 from fxplug.training.outlined_forms import OutlinedForms
+from fxplug.training.train_section import Train
 
 
 class Block(nn.Module):
@@ -73,3 +74,21 @@ def test_results_and_gradients_are_those_without_checkpoints(mode):
     assert {id(p) for p in run.parameters()} == owned  # no form has weights of its own
     run.eval()
     assert not any(m.training for m in run.modules()) and torch.equal(run([x]), module([x]))
+
+
+def test_a_run_compiles_each_form_of_call_once_and_more_than_torch_does_by_itself(monkeypatch):
+    net, compiled = Net().eval(), []
+
+    def note(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=note))
+    gm = fxplug.variants(fxplug.trace(net, ([torch.randn(2, 8)],)), net, limit=20)
+    accelerator = make_accelerator("fp32", "cpu")
+    runner, _ = prepare(gm, Train(task="classify", steps=1, compile=True, fuse=False), lambda _: False, accelerator)
+    forms = [[torch.randn(2, 8)] * count for count in range(1, 11)]  # a list has a graph for each number of entries
+    with torch.no_grad():
+        for form in (*forms, *forms):
+            assert torch.allclose(runner(form), net(form), atol=1e-6)
+    assert len(compiled) == len(forms) > torch._dynamo.config.recompile_limit

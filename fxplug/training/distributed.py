@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -30,6 +31,7 @@ from .outlined_forms import OutlinedForms
 from .swapped_blocks import outline_swapped
 from .train_section import Train
 
+MOST_FORMS = 256  # of a call, by sizes and captions, each compiled once: torch stops at 8, and the run would end there
 PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 
 
@@ -170,8 +172,11 @@ def prepare(
         runner = sharded = shard(lowered, mesh)
         module.to("cpu")  # which frees the whole weights on this device: the sharded module has its part of each
     if settings.compile:
-        # FSDP2 gathers weights between the graphs of its regions
-        runner = torch.compile(runner, fullgraph=sharded is None)  # type: ignore[assignment]
+        # FSDP2 gathers weights between the graphs of its regions; torch 2.13 has a limit for the whole process only
+        known = inspect.signature(torch.compile).parameters
+        limit: dict[str, Any] = {"recompile_limit": MOST_FORMS} if "recompile_limit" in known else {}
+        compiled: Any = torch.compile(runner, fullgraph=sharded is None, **limit)
+        runner = compiled
     if accelerator.num_processes > 1 and sharded is None:
         on_gpu = accelerator.device.type == "cuda"
         devices = [accelerator.device] if on_gpu else None
