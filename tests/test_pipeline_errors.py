@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import tiny_pipelines as tiny
 import torch
@@ -9,6 +11,7 @@ import torch
 from fxplug.core.errors import SpecError
 from fxplug.pipelines import step_inputs
 from fxplug.pipelines.example_call import ExampleCall, call_arguments
+from fxplug.pipelines.opening import open_pipeline
 from fxplug.pipelines.pipeline_errors import catch_pipeline_errors, is_own_error
 from fxplug.pipelines.recorded_run import call_pipeline
 
@@ -73,3 +76,11 @@ def test_a_call_that_fails_otherwise_says_nothing_of_parts_that_may_be_none():
     with pytest.raises(SpecError) as caught:
         call_pipeline(pipe, {"prompt": "a ball", **SIZED, "guidance_scale": "much"}, steps=2)
     assert "has no" not in str(caught.value)
+
+
+@pytest.mark.parametrize("entry", [3, None, ["diffusers"], ["diffusers", 4], {"a": 1}, "UNet2DConditionModel"])
+def test_a_wrong_entry_of_an_index_is_named(entry, tmp_path):
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline", "unet": entry}))
+    with pytest.raises(SpecError, match="model_index.json' must name the library and the class of 'unet', not "):
+        open_pipeline(tmp_path)

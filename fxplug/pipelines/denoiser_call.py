@@ -163,8 +163,9 @@ class DenoiserCall:
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         rows = torch.empty(0)
         if len(leaves) == len(self.outputs):
-            each = [split_samples(leaf, shape, count) for leaf, shape in zip(leaves, self.outputs, strict=True)]
-            if not any(one is None for one in each):
+            split = [split_samples(leaf, shape, count) for leaf, shape in zip(leaves, self.outputs, strict=True)]
+            each = [one for one in split if one is not None]
+            if len(each) == len(leaves) > 0:
                 rows = each[0] if len(each) == 1 else torch.cat(self._detach_unused(each), 1)
         elif len(leaves) == len(self.outputs) * count:
             rows = torch.stack([leaf.flatten() for leaf in leaves]).reshape(count, -1)

@@ -457,6 +457,7 @@ def _measure_difference(pipe: Any, what: str, mapped: Any, real: Any, beside: Te
     largest = max(float(two.abs().max()), 1e-6, 0.0 if beside is None else float(beside.abs().max()))
     off = float((one - two).abs().max()) / largest
     if not off <= max(TOLERANCE.get(dtype, 1e-5) for dtype in dtypes):
-        raise refuse(pipe, what, f"a real step differs from what was observed by {off:.2g} of the largest value: it depends "
-                       "on the condition, or on the values of the latents")  # fmt: skip
+        on = "the condition, the number of steps or a rounding" if what == "time" else "the condition, the time or the latents"
+        found = f"a real step differs from what was observed by {off:.2g} of the largest value"
+        raise refuse(pipe, what, f"{found}: it depends on {on}")
     return off

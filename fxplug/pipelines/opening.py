@@ -259,6 +259,11 @@ def _index(folder: Path) -> dict[str, Any]:
     found = read_json(folder / INDEX[0], lambda finding: SpecError(f"'{folder / INDEX[0]}' {finding}", path=("model",)))
     if not isinstance(found, dict):
         raise SpecError(f"'{folder / INDEX[0]}' must be a mapping of parts, not {quote(found)}", path=("model", "pipeline"))
+    for name, entry in found.items():
+        named = isinstance(entry, list) and len(entry) == 2 and all(isinstance(x, str | None) for x in entry)
+        if not named and (isinstance(entry, list) or (folder / name).is_dir()) and not name.startswith("_"):
+            finding = f"'{folder / INDEX[0]}' must name the library and the class of '{name}', not {quote(entry)}"
+            raise SpecError(finding, path=("model", "pipeline"))
     return found
 
 
