@@ -33,7 +33,7 @@ from record import write  # noqa: E402
 
 clock = time.process_time
 LARGER: dict[str, dict[str, Any]] = {
-    "flux-larger": {"num_layers": 3, "num_single_layers": 6, "num_attention_heads": 6, "attention_head_dim": 64,
+    "flux-larger": {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 4, "attention_head_dim": 64,
                     "axes_dims_rope": (16, 24, 24)},
     "sd15-larger": {"block_out_channels": (64, 128), "layers_per_block": 2, "norm_num_groups": 32},
 }  # fmt: skip
