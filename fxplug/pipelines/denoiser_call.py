@@ -213,7 +213,7 @@ def split_samples(tensor: Tensor, one: torch.Size, count: int) -> Tensor | None:
     grown = [dim for dim, (many, size) in enumerate(zip(tensor.shape, one, strict=False)) if many != size]
     if tensor.dim() != len(one) or len(grown) != 1 or tensor.shape[grown[0]] != count * one[grown[0]]:
         return None
-    return tensor.unflatten(grown[0], (count, -1)).movedim(grown[0], 0).reshape(count, -1)
+    return torch.stack([sample.flatten() for sample in tensor.chunk(count, grown[0])])
 
 
 def make_denoiser_call(pipe: Any, observation: Observation, device: torch.device, **arguments: Any) -> DenoiserCall:
