@@ -66,7 +66,8 @@ def verb(path: str, command: Any, level: int = 2) -> Iterator[str]:
 
 def name(parameter: Any) -> str:
     """An argument as it is typed."""
-    return (parameter.metavar or parameter.name).strip("[]").upper() + ("..." if parameter.nargs == -1 else "")
+    text = (parameter.metavar or parameter.name).upper()
+    return text[1:-1] if text.startswith("[") else text  # usage puts it into brackets again
 
 
 def written(parameter: Any) -> str:

@@ -114,7 +114,7 @@ class RootVerbs(Verbs):
         command = super().get_command(ctx, name)
         if command is None and (verb := extensions.import_part("verbs", name)) is not None:
             if not isinstance(verb, typer.Typer):
-                app = typer.Typer()
+                app = typer.Typer(add_completion=False)
                 app.command(name)(verb)
                 verb = app
             command = self.commands[name] = typer.main.get_command(verb)
