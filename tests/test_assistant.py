@@ -72,7 +72,7 @@ def test_it_goes_on_to_the_bit_and_another_file_is_another_run(tmp_path):
 
 
 def test_what_it_cannot_be_is_said(tmp_path):
-    with pytest.raises(SpecError, match=r"train.assistant: 'assistant' cannot be put beside what trains"):
+    with pytest.raises(SpecError, match=r"train.assistant: 'assistant' cannot be added to this module"):
         started(tmp_path)
     adapter(tmp_path)
     with pytest.raises(SpecError, match="is for runs without 'shard'"):

@@ -107,7 +107,7 @@ WRONG = [
     ("MLPAddin.f: ...->{inout1}^(fc2)", "expected '(' and the add-in"),
     ("(MLPAddin^): ...", "expected '.' and a method, as in '(MLPAddin.adapt_input)', found ')'"),
     ("(MLPAddin.^): ...", "expected a method of MLPAddin, found ')'"),
-    ("(A.f) ^...->{inout1}(fc2)", "expected ':' behind '(A.f)', found '...'"),
+    ("(A.f) ^...->{inout1}(fc2)", "expected ':' after '(A.f)', found '...'"),
     ("(A.f): ...->^{inuot1}(fc2)->...", "'{in1}' or '{out1}', not '{inuot1}' (did you mean 'inout'?)"),
     ("(A.f): ...->^{on1}(fc2)->...", "a point must be '{inout1}', '{in1}' or '{out1}', not '{on1}'"),
     ("(A.f): ...->^{inout}(fc2)->...", "'{in1}' or '{out1}', not '{inout}'"),

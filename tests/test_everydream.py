@@ -133,7 +133,7 @@ class Larger(BasePlugin):
 def test_a_plugin_changes_how_many_batches_a_step_takes(tmp_path):
     run = train(tmp_path / "run", "test_everydream:Larger", train__epochs=3, train__save={"every": 1, "keep": 99})
     assert [record["epoch"] for record in run.history] == [0, 0, 0, 0, 1, 1, 2]
-    assert "from epoch 1 on a step takes 2 batches: 2 steps an epoch" in runs.notes(tmp_path / "run")
+    assert "from epoch 1 on a step takes 2 batches: 2 steps per epoch" in runs.notes(tmp_path / "run")
     resumed = train(tmp_path / "run", "test_everydream:Larger", train__epochs=3, train__save={"every": 1, "keep": 99},
                     resume=tmp_path / "run" / "checkpoints" / "step-00000005")  # fmt: skip
     assert len(resumed.history) == 7 and runs.same(runs.trained(run.module), runs.trained(resumed.module))

@@ -273,7 +273,7 @@ def test_the_fastest_plan_is_the_one_that_is_predicted_to_be(monkeypatch):
     plan = fxplug.fastest_plan(base.gm, base.args, base.kwargs, devices=2, link="100gbe", speed=speed)
     assert {axis: n for axis, n in plan.ways.items() if n > 1} == {axis: n for axis, n in wanted[0].ways.items() if n > 1}
     text = str(plan)
-    assert "at 10 GB/s and 30 us a call, 0.001 TFLOP/s a device" in text and all(row.method in text for row in rows)
+    assert "at 10 GB/s and 30 us per call, 0.001 TFLOP/s per device" in text and all(row.method in text for row in rows)
     new = fxplug.parallelize(base.gm, plan)
     with simulate_rank(make_position(plan.ways, 0)):
         new(*base.args, **base.kwargs)
@@ -316,7 +316,8 @@ def test_a_prediction_is_printed_and_drawn():
 
     Path("c.yaml").write_text(TOKENS)
     text = run("parallel", "c.yaml", "--predict", "128,256", "--devices", "2,4", "--link", "100gbe", "--out", "p.svg")
-    assert text.startswith("float32, 10 GB/s and 30 us a call, 300 TFLOP/s a device\n") and text.endswith("saved in p.svg\n")
+    assert text.startswith("float32, 10 GB/s and 30 us per call, 300 TFLOP/s per device\n")
+    assert text.endswith("saved in p.svg\n")
     rows = [line.replace("*", " ").split() for line in text.splitlines()[2:-1]]
     sent = {(row[0], row[1], " ".join(row[2:-5])): row[-4] for row in rows}
     assert ("128", "4", "ulysses 2 x ring 2") in sent and ("256", "2", "ring 2") in sent

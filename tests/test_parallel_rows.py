@@ -263,7 +263,7 @@ def test_rows_that_cannot_be_split_are_told():
         run_simulated(plan.ways, lambda rank: plan.written(torch.ones(1, 3, 9, 8)))
     with pytest.raises(fxplug.GuardError, match="3 tokens .* cannot be split over 4 processes"):
         run_simulated(plan.ways, lambda rank: plan.written(torch.ones(1, 3, 6, 8)))
-    with pytest.raises(fxplug.GuardError, match=r"the dimensions of \(1, 3, 8, 6\) behind dimension 2 must be \[8\], as"):
+    with pytest.raises(fxplug.GuardError, match=r"the dimensions of \(1, 3, 8, 6\) after dimension 2 must be \[8\], as"):
         run_simulated(plan.ways, lambda rank: plan.written(torch.ones(1, 3, 8, 6)))
     with pytest.raises(fxplug.SpecError, match="no node 'sampel' .did you mean 'sample'"):
         fxplug.parallel_plan(gm, (torch.randn(1, 3, 8, 8),), rows=2, split={"sampel": 2})

@@ -335,7 +335,7 @@ def test_text_encoders_in_half_precision_train_under_autocast(tmp_path):
     done = run_of(made, tmp_path / "run")
     assert "adapter/ in the stock pipeline: equal" in (tmp_path / "run" / "log.jsonl").read_text()
     assert all(p.dtype == torch.bfloat16 for p in done.trainer.task.beside["text_encoder"].module.parameters())
-    with pytest.raises(SpecError, match="train.precision: what trains of text_encoder is bfloat16: set bf16"):
+    with pytest.raises(SpecError, match="train.precision: the trained parameters of text_encoder are bfloat16: set bf16"):
         run_of({**made, "passes": []}, tmp_path / "alone")
 
 

@@ -119,7 +119,7 @@ def test_every_hook_is_called_with_its_data(folder):
 def test_a_plugin_that_raises_lets_the_run_go_on_when_told(folder):
     run = train(folder, "test_plugin_runs:Fails", train__on_plugin_error="continue")
     assert len(run.history) == 6
-    said = "plugin Fails raised in on_step_end (epoch 1, global_step 4): RuntimeError: out of ink; the run goes on"
+    said = "plugin Fails raised in on_step_end (epoch 1, global_step 4): RuntimeError: out of ink; the run continues"
     assert runs.notes(folder / "run")[0] == said
     assert any(note.startswith("plugin Fails raised 1 times") for note in runs.notes(folder / "run"))
 

@@ -64,7 +64,7 @@ def test_divided_groups_follow_the_schedule_and_go_on_to_the_bit(tmp_path):
 
 def test_what_names_nothing_that_trains_is_said():
     for pattern in ("**.upp", "conv", "lora.body.0.Lora.u"):
-        with pytest.raises(SpecError, match="names no parameter of what trains") as caught:
+        with pytest.raises(SpecError, match="names no parameter of the trained part") as caught:
             trainer(groups={pattern: {"lr": 1}})
         assert caught.value.path == ("train", "groups", pattern)
     with pytest.raises(SpecError, match="no effect beside an optimizer") as caught:

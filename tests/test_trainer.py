@@ -327,7 +327,7 @@ def test_a_full_disk(tmp_path):
     assert steps == [["step-00000003", "step-00000008"], ["step-00000003"]], done.stderr[-2000:]
     assert done.stdout.split() == ["8"] and done.codes == [1]
     assert done.stderr.count("checkpoint of step 6 could not be written, the disk is full") >= 2
-    assert "newest checkpoint is" in done.stderr and "the run goes on" in done.stderr and "TrainError" in done.stderr
+    assert "newest checkpoint is" in done.stderr and "the run continues" in done.stderr and "TrainError" in done.stderr
 
 
 # --- what stops a run

@@ -240,7 +240,7 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch):
     w.close()
     said = [line for line in w.console.file.getvalue().splitlines() if "cannot be written" in line]
     assert [line.partition(" ")[0] for line in said] == ["log.jsonl", "tensorboard", "samples"]
-    assert all(line.endswith("No space left on device; the run goes on") for line in said)
+    assert all(line.endswith("No space left on device; the run continues") for line in said)
     assert steps(tmp_path) == [1, 6, 7, 8]  # there was room again
     assert not list((tmp_path / "samples").iterdir())
 

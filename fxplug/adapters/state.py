@@ -365,7 +365,7 @@ class SlotState(Slots):
         """Return the name of an adapter that makes room. Raises SpecError where it is pinned, or where `use` names it now."""
         slots = self._slots_of(self.check_unpinned(self.check_known(name)))
         if any(self._table(p, "weights")[:, slot].any() for p, slot in slots.items()):
-            raise SpecError(f"'{name}' is in use: put another one in its place after a use(...) without it")
+            raise SpecError(f"'{name}' is in use: replace it after a use(...) without it")
         return name
 
 

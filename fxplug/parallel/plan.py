@@ -343,7 +343,7 @@ def list_costs(rows: Sequence[tuple[str, int, int]]) -> list[str]:
     """List the bytes that collectives send in a call, as lines of text."""
     calls, size = sum(row[1] for row in rows), sum(row[2] for row in rows)
     lines = (f"  {node}: {calls}, {size:,} bytes" for node, calls, size in rows)
-    return [f"{calls} collectives of process 0 send {size:,} bytes a call:", *lines]
+    return [f"{calls} collectives of process 0 send {size:,} bytes per call:", *lines]
 
 
 def list_node_costs(gm: TracedModule, mode: bool, args: Any, kwargs: Any) -> list[tuple[str, int, int]]:

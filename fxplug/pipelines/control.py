@@ -151,7 +151,7 @@ def controlnet_of(module: TracedModule) -> Any:
     if found is None:
         own = [entry["name"] for entry in module.meta.get("passes", []) if entry.get("inputs")]
         bound = "has its own inputs: bind them, and use the plain pipeline"
-        way = f"that of the pass '{own[0]}' {bound}" if own else "it has none"
+        way = f"the one of the pass '{own[0]}' {bound}" if own else "it has none"
         make = "trace_pipeline(pipe, ..., join=True) makes one"
         raise SpecError(f"controlnet_of: the graph has no ControlNet of a pipeline ({way}); {make}")
     return make_stub(found["several"], found["configs"], module.dtype, module.device)

@@ -81,7 +81,8 @@ def check_same_run(kept: Checkpoint, run: Mapping[str, Any], path: Path) -> None
     more = f"and {len(weights)} trained weights"
     shown = [*others, more] if others and weights else others or [*weights[:3], *([more] if weights[3:] else [])]
     listed = "\n  ".join(shown)
-    raise TrainError(f"'{path}' is a checkpoint of another run:\n  {listed}")
+    cure = "set these as they were, or start a new run from its adapter/ (the pass adapter with slots: 0)"
+    raise TrainError(f"'{path}' is a checkpoint of another run: {cure}\n  {listed}")
 
 
 def _without_samples(run: Mapping[str, Any]) -> dict[str, Any]:

@@ -232,5 +232,5 @@ class RunMonitor:
         except OSError as error:
             if what not in self._failed:
                 self._failed.add(what)
-                self._print(f"{what} cannot be written: {error}; the run goes on", always=True)
+                self._print(f"{what} cannot be written: {error}; the run continues", always=True)
             return None

@@ -289,7 +289,7 @@ def divide_groups(groups: list[dict[str, Any]], rates: Mapping[str, GroupRates])
     pattern_of: dict[str, str] = {}
     for given in rates:
         try:
-            pattern_of |= dict.fromkeys(find_parameters([given], names, "what trains", ()), given)
+            pattern_of |= dict.fromkeys(find_parameters([given], names, "the trained part", ()), given)
         except SpecError as error:
             raise SpecError(error.finding, path=("train", "groups", given)) from None
     divided = []

@@ -175,7 +175,7 @@ class Progress:
         if asked is None or asked == self.accumulate:
             return ""
         self.accumulate = asked
-        finding = f"from epoch {self.epoch} on a step takes {asked} batches: {self.per_epoch} steps an epoch"
+        finding = f"from epoch {self.epoch} on a step takes {asked} batches: {self.per_epoch} steps per epoch"
         return "; ".join([finding, *self.notes()])
 
 

@@ -180,7 +180,7 @@ class RunFolder:
                 raise TrainError(f"{text}; make the folder writable and resume") from error
             if self.settings.on_full_disk == "stop":
                 raise TrainError(f"{text}; free some space and resume, or set save.on_full_disk: continue") from error
-            self.note(f"{text}; the run goes on")
+            self.note(f"{text}; the run continues")
 
     @property
     def newest(self) -> str:

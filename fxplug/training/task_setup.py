@@ -93,7 +93,7 @@ def with_assistant(module: TracedModule, settings: Train, base: Path, device: to
             (found,) = read_passes([{"adapter": given}], base)
             made = apply(module, find(module, found))
         except FxplugError as error:
-            raise SpecError(f"'{settings.assistant}' cannot be put beside what trains: {error}") from error
+            raise SpecError(f"'{settings.assistant}' cannot be added to this module: {error}") from error
     for name, parameter in made.named_parameters():
         if name.startswith(f"{ASSISTANT}."):
             parameter.requires_grad_(False)
@@ -122,7 +122,7 @@ def list_trained_beside(task: Task, settings: Train, processes: int) -> list[dic
             if settings.precision == "fp32" and (half := next((dtype for dtype in group["dtypes"] if dtype in HALVES), None)):
                 # where nothing of the module trains, whose dtype would say it
                 wanted = {torch.float16: "fp16", torch.bfloat16: "bf16"}[half]
-                finding = f"what trains of {name} is {str(half).removeprefix('torch.')}: set {wanted}"
+                finding = f"the trained parameters of {name} are {str(half).removeprefix('torch.')}: set {wanted}"
                 raise SpecError(finding, path=("train", "precision"))
             group["name"] = name if group["name"] == BASE else f"{name}.{group['name']}"
             groups.append({**group, "names": [f"{name}.{each}" for each in group["names"]]})

@@ -227,7 +227,7 @@ class Train(Section):
     clip: float | None = declare(None, "the largest norm of the gradient; null does not clip", 1.0, gt=0)
     precision: Literal["fp32", "fp16", "bf16"] = declare(
         "fp32",
-        "`fp32` (a model in half precision keeps its dtype), `bf16`, or `fp16` with loss scaling; what trains is float32",
+        "`fp32` (a model in half precision keeps its dtype), `bf16`, or `fp16` with loss scaling; you train float32",
         "bf16",
     )
     fuse: Literal[True, False, "auto", "stock", "fused", "blas", "triton"] = declare(

@@ -26,6 +26,14 @@ IDIOMS = {
     r"goes? with|do not go together|exclude each other": "requires, cannot be used together",
     r"(?<!there )is no (?!longer|such|single|other|more|shape)[a-z]": "is not a",
     r"and here is|not at hand|is not here": "not available",
+    r"as ever|to the bit|in words,": "still, bit for bit, nothing",
+    r"nobody knows|who you are|whoever|of which (nobody|nothing)": "unknown, a login",
+    r"(samples|steps|bytes|us|TFLOP/s|batches|images) an? (batch|step|epoch|call|second|device|micro step)": "per",
+    r"what trains|(put|taken) beside": "trained parameters, added",
+    r"so many (steps|images|regions|samples|times|tests|files)": "how many, a number",
+    r"(be|is|are|with|than|equals?) that of|in the place of": "the one of, instead of",
+    r"is not for (a|the|this|many|runs?)": "cannot be used with",
+    r"(which|here) is another one|another one here": "differs",
 }
 
 

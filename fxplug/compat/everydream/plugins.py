@@ -202,7 +202,7 @@ class LoadedPlugins(Plugins):
             text += "; img is a numpy array [h, w, 3], an argument named 'pil' is the PIL image"
         if self.on_error == "stop":
             raise PluginError(text) from error
-        self.note(f"{text}; the run goes on")
+        self.note(f"{text}; the run continues")
 
     def summary(self, total: float) -> list[str]:
         """List the plugins that were slow or raised errors, for the end of a run of `total` seconds.

@@ -200,7 +200,7 @@ class _LineReader:
         self.expect(".", f"and a method, as in '({addin}.adapt_input)'")
         method = self.word(NAME, f"a method of {addin}")
         self.expect(")", "after the method")
-        self.expect(":", f"behind '({addin}.{method})'")
+        self.expect(":", f"after '({addin}.{method})'")
         points: list[_Point] = []
         named: list[ModuleSide] = []
         for step in itertools.count():

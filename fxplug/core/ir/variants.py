@@ -313,7 +313,7 @@ def tie(owner: TracedModule, other: TracedModule) -> TracedModule:
                 adopted[names[name]] = value
                 for read in value.constants:
                     if _constant(owner, other, read, constants) != read:
-                        raise GuardError(f"an outlined region reads the constant '{read}', which is another one here")
+                        raise GuardError(f"an outlined region reads the constant '{read}', which differs here")
             elif node.op == "call_module":
                 adopted.update(_leaf(owner, other, name))
             elif isinstance(value, nn.Module):  # an outlined region is given it, and calls the layers inside

@@ -95,7 +95,7 @@ class CallPlanner:
             return str(error)
         call = read_call(values, self._by_input)
         if call is None:
-            return "an input is not a plain tensor, number or text, so that it cannot be compared with that of other calls"
+            return "an input is not a plain tensor, number or text, so that it cannot be compared between calls"
         if (self._writes_inputs or self._written) and self._has_shared_memory(values):
             return "inputs share memory, and the model writes an input or a buffer of its own"
         with self.guard:

@@ -161,7 +161,7 @@ def get_figures(link: str, speed: float) -> tuple[tuple[float, float], float]:
 
 def format_figures(link: tuple[float, float], speed: float) -> str:
     """Format the figures that a prediction is based on."""
-    return f"{link[0] / 1e9:g} GB/s and {link[1] * 1e6:.3g} us a call, {speed:g} TFLOP/s a device"
+    return f"{link[0] / 1e9:g} GB/s and {link[1] * 1e6:.3g} us per call, {speed:g} TFLOP/s per device"
 
 
 @contextlib.contextmanager

@@ -172,7 +172,7 @@ class Split(Lengthwise):
             )
         if self.behind is not None and list(x.shape[self.dim + 1 :]) != self.behind:
             raise GuardError(
-                f"the dimensions of {tuple(x.shape)} behind dimension {self.dim} must be {self.behind}, as in the plan: use "
+                f"the dimensions of {tuple(x.shape)} after dimension {self.dim} must be {self.behind}, as in the plan: use "
                 "inputs of that size, or make a plan with inputs of this one"
             )
         return take_part(x, self.dim, inner, sizes, rank, world)

@@ -90,7 +90,7 @@ def compute_losses(predicted: Tensor, target: Tensor, batch: Batch, loss: Use, d
 def _resized(mask: Tensor, like: Tensor) -> Tensor:
     """Return a mask [b, 1, h, w] in the height and width of predictions [b, c, ..., h, w], and shaped to multiply them."""
     if mask.dim() != 4 or mask.shape[:2] != (len(like), 1):
-        finding = f"'loss_mask' must be [{len(like)}, 1, height, width] for so many samples, not {list(mask.shape)}"
+        finding = f"'loss_mask' must be [{len(like)}, 1, height, width] for {len(like)} samples, not {list(mask.shape)}"
         raise SpecError(finding, path=("data",))
     if like.dim() < 4:
         finding = f"predictions of shape {list(like.shape)} have no height and width, to which a mask could be resized"
