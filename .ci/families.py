@@ -37,9 +37,9 @@ The figures are computed, not measured. The recipe's model is built and traced o
 - the results that the backward pass needs,
 - 1 GB for the device.
 
-[Training](../guides/training.md#begin-with-a-recipe) has the formula. "Cached" is a run whose pictures and captions are
-[encoded once](../guides/training.md#cache-latents-and-captions): the text encoders and the VAE have left the GPU when the steps
-begin. They fill it while they encode.
+[Training](../guides/training.md#begin-with-a-recipe) has the formula. "Cached" is a run that encodes pictures and captions
+[once](../guides/training.md#cache-latents-and-text-embeddings): text encoders and VAE leave the GPU before the first step.
+They fill it while they encode.
 """
 ABOUT = "Train it: layers to adapt, the YAML, memory, files, limits. Written by `make pages` from the recipes"
 COMPUTED = "computed on the meta device, not measured ([how](index.md#memory))"
