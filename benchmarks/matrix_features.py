@@ -221,6 +221,8 @@ def stepping(name: str, what: str, wrap: Callable[[Any, State], Any], **params: 
 
 def hoisted(gm: Any, state: State) -> Any:
     """What does not depend on the latents computed once, with the other lowerings of the cell: a call before has kept it."""
+    if not isinstance(gm, nn.Module):
+        raise NotApplicable("what is around a module is around what is hoisted of it")
     inputs = [str(node.target).lstrip("*") for node in gm.graph.nodes if node.op == "placeholder"]
     conditions = [name for name in inputs[1:] if name != "timestep" and name in state.kwargs]
     if not conditions and "timestep" not in inputs:

@@ -33,6 +33,7 @@ SAMPLE = [
     "vit: autocast + fsdp + merge_live",  # closer to what float64 gives than the oracle
     "dit: outline + pipeline_part",
     "dit: lora_slots + hoist + ring",
+    "dit: lora_slots + served",
 ]
 
 
