@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusionPipeline
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, StableDiffusionPipeline
 from fuzz_serving import fuzz_serving
 from test_engine import SD, alone, ask, make, run
 
@@ -19,6 +19,7 @@ from fxplug.serving import Engine, Request
 from fxplug.serving.parked import CountedStep, StepCount
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+REST = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
 CALL = {"prompt": "a cat", "height": 32, "width": 32, "output_type": "pt", "num_inference_steps": 2}
 
 
@@ -96,6 +97,50 @@ def test_what_a_pipeline_draws_and_writes_is_its_request_s(sd):
         own = Request(call={**request.call, "prompt": ["cat"]}, seed=request.seed)
         assert request.call["prompt"] == ["cat"]
         assert torch.allclose(ticket.result().images, alone(pipe, own), atol=1e-5)
+
+
+class Nested(DiffusionPipeline):
+    """Calls another pipeline, which is no component of it but has its models."""
+
+    def __init__(self, unet, vae, text_encoder, tokenizer, scheduler):
+        super().__init__()
+        self.register_modules(unet=unet, vae=vae, text_encoder=text_encoder, tokenizer=tokenizer, scheduler=scheduler)
+        self.inner = StableDiffusionPipeline(**self.components, **REST)
+
+    def __call__(self, prompt, num_inference_steps=2, generator=None, **kwargs):
+        return self.inner(prompt, num_inference_steps=num_inference_steps, generator=generator, **kwargs)
+
+
+def test_a_pipeline_in_a_pipeline_is_joined_and_has_the_request_s_scheduler(sd):
+    parts = {name: part for name, part in sd.components.items() if name not in (*REST, "image_encoder")}
+    pipe, engine = Nested(**parts), Engine(sd)
+    requests = [Request(call=CALL, seed=n, scheduler="EulerDiscreteScheduler") for n in range(3)]
+    want = [alone(sd, one) for one in requests]
+    engine = Engine(pipe)
+    for _ in range(2):
+        for ticket, picture in zip(run(engine, requests), want, strict=True):
+            assert (ticket.result().images - picture).abs().max() < 1e-5
+            assert (ticket.step, ticket.of) == (2, 2)
+    assert any(form.proven for form in engine.forms.forms.values())
+
+
+class Direct(StableDiffusionPipeline):
+    """Calls its UNet's layers by itself: an adapter would do nothing."""
+
+    def __call__(self, prompt, generator=None, **kwargs):
+        return torch.randn(1, 4, 2, 2, generator=generator) + self.unet.conv_in.bias.sum()
+
+
+def test_adapters_that_would_do_nothing_are_refused(sd):
+    slots = fxplug.load_pass("lora", at="**.to_q", rank=2, slots=1)
+    pipe = fxplug.rewrite_pipeline(copy.copy(sd), passes={"unet": [slots]}, prompt="a cat", height=32, width=32)
+    layers = {n: m for n, m in sd.unet.named_modules() if n.endswith("to_q")}
+    sizes = {"A": lambda m: (2, m.in_features), "B": lambda m: (m.out_features, 2)}
+    state = {f"{n}.lora_{x}.weight": torch.ones(size(m)) for n, m in layers.items() for x, size in sizes.items()}
+    pipe.unet.adapters.load("ink", state)
+    (ticket,) = run(Engine(Direct(**pipe.components)), [Request(call={"prompt": "a cat"}, adapters={"ink": 1.0}, seed=1)])
+    with pytest.raises(fxplug.SpecError, match="calls no model that has ink in a way that is seen"):
+        ticket.result()
 
 
 class Thread(StableDiffusionPipeline):

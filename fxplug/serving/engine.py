@@ -335,6 +335,12 @@ class Engine:
                 request, pipe, self.stand_ins, self.forms, scheduler, partial(self._note_call, ticket)
             )
         rows = learnt.check()
+        used = {name for key, names in adapters.items() if key in learnt.models for name in names}
+        if idle := [name for name in request.adapters if name not in used]:
+            raise SpecError(
+                f"{type(pipe).__name__} calls no model that has {', '.join(idle)} in a way that is seen, so nothing would come "
+                "of it: leave it out", path=("adapters",),
+            )  # fmt: skip
         generator = None if request.seed is None else torch.Generator().manual_seed(request.seed)
         call = make_call(request, pipe, generator)
         own, count = copy_pipeline(pipe, self.stand_ins, scheduler)

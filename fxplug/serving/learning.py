@@ -23,10 +23,11 @@ STEPS = 2  # of a short run
 
 @dataclass
 class LearntKind:
-    """What is known of a kind of request: the rows of its largest call, or why it is refused."""
+    """What is known of a kind of request: the rows of its largest call, the `id` of each model called, or why it is refused."""
 
     rows: int = 1
     refused: str = ""
+    models: frozenset[int] = frozenset()
 
     def check(self) -> int:
         """Return the rows. Raises SpecError for a kind that is refused."""
@@ -120,7 +121,7 @@ def learn_request(
         ))  # fmt: skip
     forms.learn(*runs)
     sized = [forms.describe(c.model, c.method, c.args, c.kwargs) for c in runs[0]]
-    return LearntKind(max((one.rows for one in sized), default=1))
+    return LearntKind(max((one.rows for one in sized), default=1), models=frozenset(id(one.model) for one in runs[0]))
 
 
 def _models_of(pipe: Any, stand_ins: Mapping[int, nn.Module]) -> list[nn.Module]:

@@ -208,19 +208,34 @@ def copy_pipeline(pipe: Any, stand_ins: Mapping[int, nn.Module], scheduler: type
     Returns:
         The copy, and the count of the steps that its scheduler makes.
     """
-    own, count = copy.copy(pipe), StepCount()
-    for name, part in {**vars(pipe), **get_components(pipe)}.items():  # some pipelines make their scheduler themselves
-        if type(part) in (list, dict, set):
-            setattr(own, name, copy.copy(part))
-        elif id(part) in stand_ins:
-            setattr(own, name, stand_ins[id(part)])
+    count = StepCount()
+    return _copy_pipeline(pipe, dict(stand_ins), scheduler, count), count
+
+
+def _copy_pipeline(pipe: Any, made: dict[int, Any], scheduler: type | None, count: StepCount) -> Any:
+    """Copy a pipeline and those in it; `made` has by the `id` of a part what stands for it everywhere."""
+    own = copy.copy(pipe)
+    parts = {**vars(pipe), **get_components(pipe)}  # some pipelines make their scheduler themselves
+    for name, part in sorted(parts.items(), key=lambda item: _is_pipeline(item[1])):
+        if id(part) in made:
+            pass
+        elif type(part) in (list, dict, set):
+            made[id(part)] = copy.copy(part)
         elif hasattr(part, "set_timesteps") and not isinstance(part, nn.Module):
             kind: Any = scheduler if name == "scheduler" else None
             # a copy, since `from_config` forgets what a pipeline has changed of a configuration's default values
-            made = copy.deepcopy(part) if kind is None else kind.from_config(part.config)
-            if name == "scheduler" and hasattr(made, "step"):
-                made.step = CountedStep(made, count)
-            setattr(own, name, made)
+            other = made[id(part)] = copy.deepcopy(part) if kind is None else kind.from_config(part.config)
+            if name == "scheduler" and hasattr(other, "step"):
+                other.step = CountedStep(other, count)
         elif hasattr(part, "prepare_inputs") and hasattr(part, "set_state"):  # a guider, which knows its step
-            setattr(own, name, copy.deepcopy(part))
-    return own, count
+            made[id(part)] = copy.deepcopy(part)
+        elif _is_pipeline(part):
+            made[id(part)] = _copy_pipeline(part, made, None, count)
+        else:
+            continue
+        setattr(own, name, made[id(part)])
+    return own
+
+
+def _is_pipeline(part: Any) -> bool:
+    return not isinstance(part, nn.Module) and callable(part) and bool(get_components(part))
