@@ -7,6 +7,7 @@ import gc
 import random
 import signal
 import threading
+from functools import wraps
 
 import pytest
 import torch
@@ -77,6 +78,7 @@ def test_a_generator_is_one_request_s(sd):
 class Drawing(type(make(SD))):
     """Draws without its generator, writes into its prompts, and asks for the very class of its scheduler."""
 
+    @wraps(StableDiffusionPipeline.__call__)
     def __call__(self, prompt, num_inference_steps=2, generator=None, **kwargs):
         assert type(self.scheduler) is type(make(SD).scheduler) and self.scheduler.config.steps_offset == 1
         self.log = [*getattr(self, "log", []), prompt]
@@ -107,6 +109,7 @@ class Nested(DiffusionPipeline):
         self.register_modules(unet=unet, vae=vae, text_encoder=text_encoder, tokenizer=tokenizer, scheduler=scheduler)
         self.inner = StableDiffusionPipeline(**self.components, **REST)
 
+    @wraps(StableDiffusionPipeline.__call__)
     def __call__(self, prompt, num_inference_steps=2, generator=None, **kwargs):
         return self.inner(prompt, num_inference_steps=num_inference_steps, generator=generator, **kwargs)
 
@@ -127,6 +130,7 @@ def test_a_pipeline_in_a_pipeline_is_joined_and_has_the_request_s_scheduler(sd):
 class Direct(StableDiffusionPipeline):
     """Calls its UNet's layers by itself: an adapter would do nothing."""
 
+    @wraps(StableDiffusionPipeline.__call__)
     def __call__(self, prompt, generator=None, **kwargs):
         return torch.randn(1, 4, 2, 2, generator=generator) + self.unet.conv_in.bias.sum()
 
@@ -146,6 +150,7 @@ def test_adapters_that_would_do_nothing_are_refused(sd):
 class Thread(StableDiffusionPipeline):
     """Calls its models in a thread of its own."""
 
+    @wraps(StableDiffusionPipeline.__call__)
     def __call__(self, prompt, **kwargs):
         def call():
             try:
@@ -165,6 +170,7 @@ class Thread(StableDiffusionPipeline):
 class Later(StableDiffusionPipeline):
     """Calls its models after its end."""
 
+    @wraps(StableDiffusionPipeline.__call__)
     def __call__(self, prompt, **kwargs):
         return (super(Later, self).__call__(prompt, **kwargs) for _ in range(1))
 

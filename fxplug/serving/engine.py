@@ -23,7 +23,7 @@ from .joint_calls import ModelCaller
 from .learning import CALLBACKS, LearntKind, classify_request, learn_request
 from .model_state import find_change, list_state
 from .parked import Cancelled, OwnDraws, RequestThread, StepCount, check_outside, copy_pipeline, make_stand_in
-from .requests import Request, get_strengths, list_generators, make_call
+from .requests import Request, check_call, get_strengths, list_generators, make_call
 from .store import AdapterStore
 from .tickets import QueueFull, Ticket
 
@@ -157,7 +157,7 @@ class Engine:
                 f"{', '.join(map(repr, self.pipes))}", path=("task",),
             )  # fmt: skip
         pipe = self.pipes[request.task]
-        make_call(request, pipe, request.seed)
+        check_call(request, pipe)
         find_scheduler(request.scheduler, pipe)
         self._check_adapters(request)
         self._check_generators(request)
@@ -183,6 +183,8 @@ class Engine:
 
     def _check_generators(self, request: Request) -> None:
         """Refuse a generator that another request draws from: which numbers each gets would depend on who comes first."""
+        if not list_generators(request.call):
+            return
         with self._queue_lock:
             others = [*self._queued, *(one.ticket for one in self._active)]
         taken = {id(each) for other in others for each in list_generators(other.request.call)}
@@ -341,8 +343,7 @@ class Engine:
                 f"{type(pipe).__name__} calls no model that has {', '.join(idle)} in a way that is seen, so nothing would come "
                 "of it: leave it out", path=("adapters",),
             )  # fmt: skip
-        generator = None if request.seed is None else torch.Generator().manual_seed(request.seed)
-        call = make_call(request, pipe, generator)
+        call = make_call(request)
         own, count = copy_pipeline(pipe, self.stand_ins, scheduler)
         draws = OwnDraws() if list_generators(call) else nullcontext()
         thread = RequestThread(lambda: own(**call), self.forms.describe, draws)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,37 +68,43 @@ def get_strengths(adapters: Mapping[str, Any]) -> dict[str, Any]:
     return dict(adapters)
 
 
-def make_call(request: Request, pipe: Any, generator: Any) -> dict[str, Any]:
-    """Make the arguments of a request's call.
+def check_call(request: Request, pipe: Any) -> None:
+    """Check the arguments of a request's call.
 
     Args:
         request: The request.
         pipe: The pipeline that is called.
-        generator: That of its seed, or None.
-
-    Returns:
-        The arguments.
 
     Raises:
         SpecError: For an argument that the pipeline does not have, with the nearest one, one that is missing, and a generator
             beside a seed.
     """
     known = call_parameters(pipe)
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(pipe.__call__).parameters.values())
     for name in request.call:
-        if name not in known and not takes_any:
+        if name not in known:
             listed = f"{did_you_mean(name, known)}; it takes {', '.join(known)}"
             raise SpecError(f"{type(pipe).__name__} is not called with {quote(name)}{listed}", path=("call",), key=name)
     if lacking := [name for name, needed in known.items() if needed and name not in request.call]:
         raise SpecError(f"{type(pipe).__name__} needs {', '.join(lacking)}", path=("call",))
-    given = {name: copy_value(value) for name, value in request.call.items()}
-    if generator is None:
-        return given
+    if request.seed is None:
+        return
     if request.call.get("generator") is not None:
         raise SpecError("seed and generator are both given: leave one of them out", path=("call",), key="generator")
-    if "generator" not in known and not takes_any:
+    if "generator" not in known:
         raise SpecError(f"{type(pipe).__name__} takes no generator, and so no seed: leave it out", path=("seed",))
-    return {**given, "generator": generator}
+
+
+def make_call(request: Request) -> dict[str, Any]:
+    """Make the arguments of a request's call, each time anew.
+
+    Args:
+        request: The request.
+
+    Returns:
+        The arguments.
+    """
+    given = {name: copy_value(value) for name, value in request.call.items()}
+    return given if request.seed is None else {**given, "generator": torch.Generator().manual_seed(request.seed)}
 
 
 def copy_value(value: Any) -> Any:
