@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import fxplug
 from fxplug.serving import Engine, Request
 from fxplug.serving.forms import use_modes
-from fxplug.serving.parked import make_stand_in, use_caller
+from fxplug.serving.parked import copy_pipeline, make_stand_in, use_caller
 
 CLOSE = 1e-5  # of the largest value of the same rows alone
 REQUESTS = 3
@@ -103,9 +103,9 @@ def run_stock(pipe: Any, request: Request, disturb: bool = False) -> Any:
     def make(model: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
         return torch.utils._pytree.tree_map(change, getattr(model, method)(*args, **kwargs))
 
-    for name, part in pipe.components.items():
-        if isinstance(part, nn.Module):
-            setattr(own, name, make_stand_in(part, ("decode",) if hasattr(part, "decode") else ("__call__",)))
+    parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    ways = {id(part): make_stand_in(part, ("decode",) if hasattr(part, "decode") else ("__call__",)) for part in parts}
+    own, _ = copy_pipeline(pipe, ways)  # also of pipelines within it
     with use_caller(make):
         return own(**call)
 
