@@ -47,9 +47,10 @@ class HoistedModule(Stepped):
     A kept value is used only if all that it was computed from is the same: its inputs by their bits, its weights by identity,
     address and version, the choice of adapters by its numbers, and torch's modes. Anything else is computed. With gradients, in
     training, with hooks on layers that stages call, and where a mode of torch watches operations, nothing is kept and `module`
-    itself is called. After a write through `.data` of a weight, which leaves no trace, call `reset()`. Kernels of fused
-    optimizers leave none either: `Optimizer.step` is seen, and after a direct call, such as `torch._fused_adamw_`, call
-    `reset()`.
+    itself is called. Call `reset()` after a write that counts no version of a weight up: through its `.data`, a tensor of the
+    same memory that was made with `.data`, or numpy, and by a fused optimizer's kernel that was called directly, such as
+    `torch._fused_adamw_`; `Optimizer.step` is seen. Call it, too, after functions or classes of torch were patched. Within one
+    block of `torch.autocast` weights must not be written, of which it keeps casts.
 
     Of a module that is split over processes all that they exchange is of the step, so that each keeps values of its own.
 

@@ -3,8 +3,9 @@
 > A kept value is used only if all that it was computed from is the same: its inputs by their bits, its weights by identity,
 > address and version, the choice of adapters by its numbers, and torch's modes. Anything else is computed.
 
-Two writes of weights leave their version as it was and are not seen: through `.data`, and by a fused optimizer's kernel that is
-called without `Optimizer.step`.
+Writes of weights that leave their version as it was are not seen: through `.data` or a tensor that was made with it, through
+numpy, and by a fused optimizer's kernel that is called without `Optimizer.step`. Nor are casts that `torch.autocast` keeps of
+weights which were written since, within one block.
 """
 
 from __future__ import annotations
