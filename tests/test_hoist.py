@@ -201,7 +201,22 @@ WRITES = {
     "load_state_dict": lambda gm: gm.load_state_dict({key: value + 1 for key, value in gm.state_dict().items()}),
     "assigned": lambda gm: gm.load_state_dict({key: value + 1 for key, value in gm.state_dict().items()}, assign=True),
     "double": lambda gm: gm.text.weight.copy_(gm.text.weight.double() * 1.1),
+    "another layer": lambda gm: setattr(gm, "text", nn.Linear(6, 8)),
+    "swapped": lambda gm: torch.utils.swap_tensors(gm.text.weight, nn.Parameter(gm.text.weight + 1)),
+    "other memory at its address": lambda gm: reuse_memory(gm.text.weight),
 }
+
+
+def reuse_memory(weight):
+    """Give a weight new memory at the address of its old, as the allocator may: nothing but the memory itself tells."""
+    address, want, others = weight.data_ptr(), (weight + 1).detach(), []
+    weight.data = torch.empty(0)
+    for _ in range(10_000):
+        others.append(torch.empty_like(want))
+        if others[-1].data_ptr() == address:
+            weight.data = others[-1].copy_(want)
+            return
+    pytest.skip("the allocator gave no memory at this address")
 
 
 @pytest.mark.parametrize("way", WRITES)
@@ -270,13 +285,19 @@ def test_modes_of_torch_are_seen():
     with torch.inference_mode():
         assert is_same(hoisted(**inputs()), gm(**inputs()))
     assert hoisted.counts["conditions"] == 3
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads + 1)
-        assert check(gm, hoisted, **inputs()) == ALL
-    finally:
-        torch.set_num_threads(threads)
-    assert check(gm, hoisted, **inputs()) == {}
+    matmul, threads = torch.backends.mkldnn.matmul, torch.get_num_threads()
+    for change, back in (
+        (lambda: torch.set_num_threads(threads + 1), lambda: torch.set_num_threads(threads)),
+        (lambda: torch.set_flush_denormal(True), lambda: torch.set_flush_denormal(False)),
+        (lambda: setattr(matmul, "fp32_precision", "bf16"), lambda: setattr(matmul, "fp32_precision", "none")),
+        (lambda: torch.use_deterministic_algorithms(True), lambda: torch.use_deterministic_algorithms(False)),
+    ):
+        try:
+            change()
+            assert check(gm, hoisted, **inputs()) == ALL
+        finally:
+            back()
+        assert check(gm, hoisted, **inputs()) == {}
 
 
 def test_with_gradients_and_in_training_nothing_is_kept():
@@ -324,6 +345,30 @@ def test_what_draws_or_writes_is_of_the_step():
     gm.drop.train()  # what draws in training alone is looked at when it is called
     with torch.no_grad():
         assert not torch.equal(hoisted(**inputs()), hoisted(**inputs()))
+
+
+def test_inputs_that_share_memory_keep_nothing_where_one_is_written():
+    class Writer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enter, self.text = nn.Linear(6, 8), nn.Linear(6, 8)
+
+        def forward(self, x, text):
+            x.mul_(2)
+            return self.enter(x) + self.text(text)
+
+    gm, hoisted = make(Writer, {"conditions": ["text"]}, {"x": torch.randn(2, 6), "text": torch.randn(2, 6)})
+    memory = torch.randn(4, 6)
+    for rows in (slice(2, 4), slice(1, 3)):  # beside, and one row in common
+        found = []
+        for module in (hoisted, gm):
+            own = memory.clone()
+            with torch.no_grad():
+                found.append(module(x=own[:2], text=own[rows]))
+        assert is_same(*found) and "share memory" in hoisted.obstacle
+    with torch.no_grad():
+        hoisted(x=memory[:2].clone(), text=memory[2:].clone())
+    assert hoisted.obstacle == "" and hoisted.counts["conditions"] == 1
 
 
 def test_sizes_by_value_are_values():
