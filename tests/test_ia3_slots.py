@@ -95,6 +95,35 @@ def test_a_file_of_passes_by_name_goes_into_slots(tmp_path):
         fxplug.apply(base(), fxplug.load_pass("ia3", slots=1, at=["qkv", "stem"])).adapters.load("own", path)
 
 
+class Twice(torch.nn.Module):
+    """A layer that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = torch.nn.Linear(6, 6), torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.first(torch.relu(self.first(x))))
+
+
+def test_a_layer_that_is_called_twice_has_one_gate_in_a_slot(tmp_path):
+    torch.manual_seed(0)
+    gm, x = fxplug.trace(Twice().eval(), torch.randn(2, 6)), torch.randn(4, 6)
+    paths = {}
+    for name, at in (("both", "first"), ("second", "first@1")):
+        one = fxplug.apply(gm, fxplug.load_pass("ia3", at=[at, "head"]))
+        torch.nn.init.uniform_(one.get_parameter(next(n for n, _ in one.named_parameters() if "first" in n and "ia3" in n)))
+        paths[name] = one, fxplug.save_adapter(one, tmp_path / f"{name}.safetensors", as_="fxplug")
+    module = fxplug.apply(gm, fxplug.load_pass("ia3", at=["first", "head"], slots=2))
+    one, _ = paths["both"]
+    module.adapters.load("both", tmp_path / "both.safetensors")
+    module.adapters.use("both")
+    assert far(module(x), one(x)) < 1e-6 and far(module(x), gm(x)) > 1e-3
+    match = "a gate for the calls first@1 of 'first', and the slots here have one for first, first@1: load it with load_adapter"
+    with pytest.raises(ArtifactError, match=match):
+        module.adapters.load("second", tmp_path / "second.safetensors")
+
+
 def test_values_without_samples_have_one_choice():
     """Positions are one for all samples: a choice by sample that would change them is refused."""
     module = fxplug.apply(base(), fxplug.load_pass("ia3", at=["placed", "qkv"], slots=2))

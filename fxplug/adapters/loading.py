@@ -250,8 +250,8 @@ def fit_to(
 ) -> Fit:
     """Match the entries of a file to a module's banks: those of weights by layer, of other parameters by their names."""
     homes = [bank for rows in banks.values() for bank in rows]
-    file = _by_layer(file, homes) if file.own else file
     applied = getattr(module, "meta", {}).get("passes", [])
+    file = _by_layer(file, homes, applied) if file.own else file
     at = {(site["block"], site["path"].partition("@")[0]) for entry in applied for site in entry["sites"]}
     tokens = [entry for entry in file.entries if entry.method == "tokens"]
     same = find_tied(module) if module is not None and tokens else {}
@@ -275,12 +275,15 @@ def fit_to(
     return _with_shared(fit(file, shapes, part, weights, guess, beside, here), shared)
 
 
-def _by_layer(file: AdapterFile, homes: Sequence[Bank]) -> AdapterFile:
+def _by_layer(file: AdapterFile, homes: Sequence[Bank], applied: Sequence[Mapping[str, Any]]) -> AdapterFile:
     """Return a file of passes by name as the updates of its layers, if all of it is DoRA or gates in blocks with banks; else
     itself.
 
-    The DoRA of an Embedding is stored in such a file, as no other tool supports it.
+    The DoRA of an Embedding is stored in such a file, as no other tool supports it. A layer that is called several times has
+    one gate: raises ArtifactError where that is for other calls than the slots in these passes are.
     """
+    here = {bank.block for bank in homes if bank.gates}
+    calls = {site["path"] for entry in applied for site in entry["sites"] if site["block"] in here}
     banks = {bank.block.partition(".")[2]: bank for bank in homes if bank.update_kind.is_decomposed}
     banks |= {bank.block.partition(".")[2].rpartition(".")[0] + ".Dora": bank for bank in homes if bank.has_gain}
     gates = {bank.kind: bank.update_kind for bank in homes if bank.gates}
@@ -288,15 +291,22 @@ def _by_layer(file: AdapterFile, homes: Sequence[Bank]) -> AdapterFile:
         gates["Scale"] = Scale.update_kind
     entries: dict[str, Entry] = {}
     left = set(file.own)
-    for path, place, block in (site for row in read_description(file)["passes"] for site in row["sites"]):
+    rows = read_description(file)["passes"]
+    for path, place, block in (site for row in rows for site in row["sites"]):
         own = {key.removeprefix(f"{block}."): value for key, value in file.own.items() if key.startswith(f"{block}.")}
         bank = banks.get(block.partition(".")[2])
         gate = gates.get(NUMBER.sub("", block.rpartition(".")[2]))
         if gate is not None and own.keys() == {"weight"}:
             left -= {f"{block}.weight"}
             side = {"side": "output" if place == "after" else "input"}
-            tensors = {"gate": own["weight"]}
-            entries[block] = Entry(path, path, "", gate.name, tensors, 1.0, 0, method=gate.method, options=side)
+            tensors, layer = {"gate": own["weight"]}, path.partition("@")[0]
+            those = {path for row in rows for path, _, one in row["sites"] if one == block}
+            if (known := {one for one in calls if one.partition("@")[0] == layer}) and known != those:
+                raise ArtifactError(
+                    f"{file.source} has a gate for the calls {', '.join(sorted(those))} of '{layer}', and the slots here have "
+                    f"one for {', '.join(sorted(known))}: load it with load_adapter into the pass that pass_for makes of it"
+                )
+            entries[block] = Entry(layer, layer, "", gate.name, tensors, 1.0, 0, method=gate.method, options=side)
             continue
         parameters = {"down", "up", "magnitude"} if bank is not None and bank.has_gain else set(bank.parameters if bank else ())
         if bank is None or own.keys() != {*parameters, "scale"} or own["scale"].numel() != 1:
