@@ -12,7 +12,7 @@ import many_adapters as many
 import pytest
 import torch
 from fuzz_many import fuzz_many
-from many_adapters import Samples, base, distance, settings, slotted, train, train_alone, trained
+from many_adapters import Samples, are_equal, base, distance, settings, slotted, train, train_alone, trained
 from torch import nn
 
 import fxplug
@@ -28,14 +28,14 @@ def test_each_learns_what_its_run_alone_does(kind):
     count = 8 if kind == "lora" else 3
     rows = [settings(number, kind) for number in range(count)]
     module = slotted(kind, slots=count)
-    run = train(module, rows)
+    run = train(module, rows, in_turn=False)
     assert isinstance(run, AdapterRuns) and not run.failed
     for row in rows:
         own = trained(run, row["name"])
         alone = train_alone(row, kind)
         assert distance(own, alone.trained) < 1e-9
         if row is rows[-1]:  # what is true of each is tried on one
-            single = train(slotted(kind, slots=1), [row])
+            single = train(slotted(kind, slots=1), [row], in_turn=False)
             assert distance(own, trained(single, row["name"])) < 1e-9
             new = train_alone({**row, "steps": 1, "lr": 0.0}, kind)
             assert distance(own, new.trained) > 1e-4  # it has learnt something
@@ -57,7 +57,7 @@ def test_adapters_of_several_kinds_train_side_by_side():
     for kind in dict.fromkeys(kinds):
         module = slotted(kind, slots=2 - (kind == "lora"), gm=module, at=at)  # the second LoRA waits for the first one's slot
     rows = [{**settings(number, kind), "passes": [kind]} for number, kind in enumerate(kinds)]
-    run = train(module, rows)
+    run = train(module, rows, in_turn=False)
     x = torch.randn(4, 3, 6, 6, dtype=torch.float64)
     for kind, row in zip(kinds, rows, strict=True):
         alone = train_alone({key: value for key, value in row.items() if key != "passes"}, kind, at=at)
@@ -69,6 +69,43 @@ def test_adapters_of_several_kinds_train_side_by_side():
     both = {**settings(1, "ia3"), "passes": ["lora", "ia3"]}
     run = train(slotted("ia3", gm=slotted(at=at), at=at), [both, settings(0, "ia3")])
     assert all(len(trained(run, name)) == 6 for name in ("a0", "a1"))  # two of each LoRA and a gate, in two layers
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_in_turn_each_is_its_run_alone_to_the_bit(kind):
+    """Whatever the base does with samples, and whatever these are: no pass has those of two adapters."""
+    gm = base(torch.float32, drop=0.3, batch_norm=True)
+    rows = [{**settings(number, kind), "ema": 0.9} for number in range(4)]
+    rows[1]["data"] = Samples(1, 10, spoil=3)
+    more = {"mode": "train", "in_turn": True} if kind == "lora" else {"in_turn": None}
+    run = train(slotted(kind, slots=2, gm=gm), rows, **more)
+    assert list(run.failed) == ["a1"] and not run.sharing
+    for row in rows[:1] + rows[2:]:
+        own = {**row, "fuse": True, **({"mode": "train"} if kind == "lora" else {})}  # the defaults of a run
+        alone = train_alone(own, kind, gm=gm)
+        assert are_equal(trained(run, row["name"]), dict(alone.trained))
+        losses = [record["loss"] for record in run.history if record["adapter"] == row["name"]]
+        assert losses == [record["loss"] for record in alone.history]
+
+
+def test_the_rule_of_turns_is_one_of_kinds_and_sizes(tmp_path):
+    def turns(module, kinds, **more):
+        rows = [{**settings(n, kind), "passes": [kind]} for n, kind in enumerate(kinds)]
+        return [bool(why) for why in Trainer(module, "classify", adapters=rows, **{**many.COMMON, **more}).turns]
+
+    both = slotted("lora", slots=2, gm=slotted("loha", slots=2), at=["stem", "qkv"])
+    assert turns(both, ["loha", "lora", "loha", "lora"]) == [False] * 4  # as many as share small layers
+    assert turns(both, ["loha", "loha", "loha", "lora"]) == [True, True, True, False]  # three at once
+    assert turns(both, ["lora", "loha"], in_turn=True) == [True, True]
+    assert turns(both, ["lora", "loha"], in_turn=False) == [False, False]
+    gm = fxplug.trace(nn.Sequential(nn.Flatten(), nn.Linear(108, 2500)), torch.randn(2, 3, 6, 6))
+    rows = [settings(0, "dora", steps=1) | {"name": f"a{n}"} for n in range(4)]
+    run = train(slotted("dora", gm=gm, at=["1"]), rows, out=tmp_path)
+    assert all("a weight of 270,000 numbers is changed" in why for why in run.turns)
+    said = "a0, a1, a2, a3: each has a pass of its own, one after the other: a weight of 270,000"
+    assert said in (tmp_path / "log.jsonl").read_text()
+    with pytest.raises(SpecError, match="in_turn.*has no effect without 'adapters'"):
+        Trainer(slotted(), "classify", Samples(), in_turn=True, epochs=1)
 
 
 def test_the_base_is_computed_once_for_all_and_is_one(monkeypatch):
@@ -222,11 +259,12 @@ def test_samples_tests_averages_and_files_are_those_of_each(tmp_path):
 SCRIPT = """
 import os, sys, warnings; warnings.filterwarnings("ignore")
 import many_adapters as many
-for fatal in sys.argv[2:]:
+for given in sys.argv[2:]:
+    fatal, in_turn = given.split()
     if os.fork() == 0:
         rows = [{**many.settings(n, steps=7), "data": many.Samples(n, 9 + n, fatal=int(fatal))} for n in range(4)]
-        given = {"save": {"every": 2, "keep": 9}, "log": {"tensorboard": False}}
-        many.train(many.slotted(slots=3), rows, out=os.path.join(sys.argv[1], fatal), **given)
+        more = {"in_turn": in_turn == "True", "save": {"every": 2, "keep": 9}, "log": {"tensorboard": False}}
+        many.train(many.slotted(slots=3), rows, out=os.path.join(sys.argv[1], fatal), **more)
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
@@ -246,32 +284,21 @@ def final(out):
     return kept.state
 
 
-def equal(one, two):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, two)
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(equal(value, two[key]) for key, value in one.items() if key != "log_length")
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(map(equal, one, two))
-    return one == two
-
-
 @pytest.mark.slow
 def test_killed_and_resumed_it_is_the_same_to_the_bit(tmp_path):
-    whole = start(tmp_path / "whole")
-    whole.fit()
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path), "50", "54"]
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), "50 False", "54 True"]
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(fxplug.__file__).parents[1])])
     env = {**os.environ, "FATAL": "1", "PYTHONPATH": path}
     done = subprocess.run(command, env=env, timeout=300, check=True, stdout=subprocess.PIPE, text=True)
     assert [int(code) for code in done.stdout.split()] == [-signal.SIGKILL] * 2
-    for out in (tmp_path / "50", tmp_path / "54"):
+    for in_turn, fatal in (("False", "50"), ("True", "54")):
+        whole, out = tmp_path / in_turn, tmp_path / fatal
+        runs = [start(whole, in_turn=in_turn == "True"), start(out, in_turn=in_turn == "True")]
         assert not (out / "module").exists() and list_checkpoints(out / "checkpoints")
-        resumed = start(out)
-        resumed.fit(resume=out)
-        assert equal(final(tmp_path / "whole"), final(out))
-        timed = ("seconds",)
-        both = [[{k: v for k, v in record.items() if k not in timed} for record in run.history] for run in (whole, resumed)]
+        runs[0].fit()
+        runs[1].fit(resume=out)
+        assert are_equal(final(whole), final(out))
+        both = [[{k: v for k, v in record.items() if k != "seconds"} for record in run.history] for run in runs]
         assert both[0] == both[1]
 
 
@@ -283,7 +310,7 @@ def test_resumed_from_any_checkpoint_it_is_the_same_to_the_bit(tmp_path):
     for number, path in enumerate(paths):
         resumed = start(tmp_path / path.name, spoil=24, backwards=number % 2 == 0)
         resumed.fit(resume=path)
-        assert equal(final(tmp_path / "whole"), final(tmp_path / path.name))
+        assert are_equal(final(tmp_path / "whole"), final(tmp_path / path.name))
         assert resumed.failed == whole.failed and list(whole.failed) == ["a2"]
         ends.append(whole.runs[2].trainer.progress.step < read(path).step)
     assert {*ends} == {False, True}
@@ -296,7 +323,7 @@ def test_resumed_from_any_checkpoint_it_is_the_same_to_the_bit(tmp_path):
     match = r"adapter 'a3': (\d) steps were taken, and the run ends after 1: set 'steps' to \1 or more"
     with pytest.raises(TrainError, match=match):
         shorter.fit(resume=path)
-    assert equal(before, trained(shorter, "a0"))
+    assert are_equal(before, trained(shorter, "a0"))
 
 
 def test_an_interrupt_ends_all_after_one_step(tmp_path, monkeypatch):
@@ -307,7 +334,7 @@ def test_an_interrupt_ends_all_after_one_step(tmp_path, monkeypatch):
         stopped.fit()
     assert len({one.trainer.progress.step for one in stopped.runs[:3] if not one.ended}) == 1
     start(tmp_path / "a").fit(resume=tmp_path / "a")
-    assert equal(final(tmp_path / "whole"), final(tmp_path / "a"))
+    assert are_equal(final(tmp_path / "whole"), final(tmp_path / "a"))
 
 
 # --- refused
@@ -324,6 +351,7 @@ def test_what_cannot_be_trained_so_is_refused_in_words():
     refused("rank.*is 9, and the slots of pass 'lora' are for ranks up to 8: give the pass rank_max: 9", {}, {"rank": 9})
     refused("ranks", {}, {"ranks": 9})
     refused("name", {"name": "../x"})
+    refused("name: has 129 bytes as UTF-8, and a slot keeps 128", {"name": "名" * 43})
     refused("needs one of 'steps' and 'epochs' at most", {"epochs": 2})
     refused(r"adapters\[0\].passes: no pass 'lra' trains here \(did you mean 'lora'\?\); there are lora", {"passes": ["lra"]})
     refused("needs one pass at least; there are lora", {"passes": []})
@@ -425,7 +453,7 @@ def test_a_configuration_trains_its_adapters_and_is_resumed(tmp_path):
     assert sorted(path.name for path in (tmp_path / "a" / "adapter").iterdir()) == ["film", "ink"]
     assert [row["adapter"] for row in whole.history[:2]] == ["ink", "film"] and len(whole.history) == 8
     resumed = fxplug.train(CONFIG, out=tmp_path / "b", resume=tmp_path / "a" / "checkpoints" / "step-00000002", quiet=True)
-    assert equal(final(tmp_path / "a"), final(tmp_path / "b"))
+    assert are_equal(final(tmp_path / "a"), final(tmp_path / "b"))
     alone = copy.deepcopy(CONFIG)
     alone["passes"] = [{"lora": {"at": ["stem", "qkv"], "rank": 4}}]
     del alone["train"]["adapters"]

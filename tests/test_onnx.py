@@ -215,20 +215,21 @@ def test_a_forward_that_takes_any_arguments(more, tmp_path):
         model(*args, args[0])
 
 
-def test_odd_inputs_and_results_and_two_passes_with_slots(tmp_path):
+def test_odd_inputs_and_results_and_three_passes_with_slots(tmp_path):
     torch.manual_seed(0)
     args, kwargs = odd_inputs()
     gm = fxplug.trace(Odd().eval(), args, kwargs)
     passes = [fxplug.load_pass("lora", at="lin", rank=2, slots=2), fxplug.load_pass("lora_weight", at="out", rank=2, slots=2)]
-    new = fxplug.apply(gm, *passes)
+    new = fxplug.apply(gm, *passes, fxplug.load_pass("ia3", at="lin", slots=2))
     result = fxplug.export(new, tmp_path / "odd.onnx", args, kwargs, to="onnx", options={"opset": 18})
     model = fxplug.load_onnx(result.path)
     assert model.manifest["opset"] == 18 and result.notes[0] == "the result is a dict instead of a Out"
     sizes = [(f"{name}.lora_{half}.weight", size) for name in ("lin", "out") for half, size in (("A", (1, 8)), ("B", (8, 1)))]
-    halves = {name: torch.randn(size) for name, size in sizes}
+    halves, gates = {name: torch.randn(size) for name, size in sizes}, torch.randn(8, 1)
     for adapters in (new.adapters, model.adapters):
         adapters.load("ink", halves)
-    for what in (None, "ink", {"ink": -0.3}):
+        adapters.load("gates", {"base_model.model.lin.ia3_l": gates}, config={"peft_type": "IA3"})
+    for what in (None, "ink", {"ink": -0.3}, "gates", {"ink": 1.0, "gates": -0.3}):
         for adapters in (new.adapters, model.adapters):
             adapters.use(what)
         args, kwargs = odd_inputs(5)

@@ -34,7 +34,7 @@ def check_alike(calls: Sequence[tuple[int, SharedCall]], names: Sequence[str]) -
     raise TrainError(
         f"the samples of '{names[one]}' and '{names[two]}' cannot be put into one batch: the module is called with "
         f"{_describe(differing[0][0])} for the one and with {_describe(differing[0][1])} for the other; give both data one "
-        "'size', or train them in runs of their own"
+        "'size', or set train.in_turn: true"
     )
 
 
@@ -66,14 +66,14 @@ def check_by_sample(
                     raise TrainError(
                         f"the model's results for the samples of '{names[index]}' change where those of another "
                         f"adapter are in the batch (by {far:.1g} of the largest): it mixes samples, as a batch norm does in "
-                        "training. Set train.mode: eval, or train the adapters in runs of their own"
+                        "training. Set train.mode: eval, or train.in_turn: true"
                     )
     for drawing, state in zip(rows.drawings, before, strict=True):
         drawing.random = state
     if drawn:
         raise TrainError(
             "the model itself draws random numbers, which all adapters would share: set train.mode: eval, in which only what "
-            "you added is in training mode"
+            "you added is in training mode, or train.in_turn: true"
         )
 
 

@@ -240,7 +240,7 @@ def _rows_of(leaf: Any, start: int, size: int, total: int, with_gradients: bool)
         if leaf.requires_grad:
             raise TrainError(
                 f"the module returns {list(leaf.shape)} for {total} samples, so adapters cannot be distinguished in it, "
-                "as where samples are a list: train them in runs of their own"
+                "as where samples are a list: set train.in_turn: true"
             )
         return None, leaf
     own = leaf.detach()[start : start + size]

@@ -169,6 +169,7 @@ class GroupRates(Section):
 
 
 ADAPTER_NAME = r"^\w[\w .+-]*$"  # it is the name of a folder, too
+NAME_BYTES = 128  # of an adapter's name in a slot
 # what an adapter has that the section `train` has not
 OF_ADAPTER = ("name", "data", "passes", "rank", "alpha", "dropout", "seed")
 
@@ -297,6 +298,9 @@ class Train(Section):
         for index, one in enumerate(self.adapters):
             if one.name in (names := [other.name for other in self.adapters[:index]]):
                 finding = f"'{one.name}' is the name of adapter {names.index(one.name) + 1} already: each has one of its own"
+                raise convert_error(SpecError(finding, path=("adapters", index, "name")))
+            if (size := len(one.name.encode())) > NAME_BYTES:
+                finding = f"has {size} bytes as UTF-8, and a slot keeps {NAME_BYTES}: give it a shorter name"
                 raise convert_error(SpecError(finding, path=("adapters", index, "name")))
             if one.steps is not None and one.epochs is not None:
                 finding = "needs one of 'steps' and 'epochs' at most; found both"
