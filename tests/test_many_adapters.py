@@ -16,10 +16,13 @@ from many_adapters import Samples, are_equal, base, distance, settings, slotted,
 from torch import nn
 
 import fxplug
+from fxplug.config.run_config import check_settings
 from fxplug.core.errors import SpecError, TrainError
 from fxplug.training.adapter_runs import AdapterRuns
+from fxplug.training.adapter_turns import choose_turns
 from fxplug.training.checkpoint import list_checkpoints, read
 from fxplug.training.shared_pass import SharedPass
+from fxplug.training.train_section import Train
 from fxplug.training.trainer import Trainer
 
 
@@ -90,8 +93,9 @@ def test_in_turn_each_is_its_run_alone_to_the_bit(kind):
 
 def test_the_rule_of_turns_is_one_of_kinds_and_sizes(tmp_path):
     def turns(module, kinds, **more):
-        rows = [{**settings(n, kind), "passes": [kind]} for n, kind in enumerate(kinds)]
-        return [bool(why) for why in Trainer(module, "classify", adapters=rows, **{**many.COMMON, **more}).turns]
+        rows = [{"name": f"a{n}", "passes": [kind], "steps": 1} for n, kind in enumerate(kinds)]
+        given = check_settings(Train, {"task": "classify", "adapters": rows, **more}, "train")
+        return [bool(why) for why in choose_turns(module, given, {"lora": 2, "loha": 2})]
 
     both = slotted("lora", slots=2, gm=slotted("loha", slots=2), at=["stem", "qkv"])
     assert turns(both, ["loha", "lora", "loha", "lora"]) == [False] * 4  # as many as share small layers
