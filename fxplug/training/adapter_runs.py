@@ -51,7 +51,8 @@ class AdapterRuns:
     Each of `adapters`, a mapping with a `name`, has data (`data`, `test`), a rank, alpha, dropout and seed of its own, and the
     settings of a run that it gives; what it does not give is that of the run. It learns what its run alone would: one pass of
     the frozen base is for the samples of all, blocks, losses, gradients, optimizers and random numbers are each adapter's own.
-    As many train at once as there are free slots; others begin when one ends. One whose loss is no number, or whose data fails,
+    Those that `choose_turns` names have passes of their own, one after the other: `turns` has the reasons, in their order. As
+    many train at once as there are free slots; others begin when one ends. One whose loss is no number, or whose data fails,
     ends alone; `failed` has the reasons by name.
 
     The other arguments are those of `Trainer`. With `out` there are `adapter/NAME/` for each, `runs/NAME/` with its log and
