@@ -19,7 +19,7 @@ import fxplug
 from fxplug.config.run_config import check_settings
 from fxplug.core.errors import SpecError, TrainError
 from fxplug.training.adapter_runs import AdapterRuns
-from fxplug.training.adapter_turns import choose_turns
+from fxplug.training.adapter_turns import choose_separate_passes
 from fxplug.training.checkpoint import list_checkpoints, read
 from fxplug.training.shared_pass import SharedPass
 from fxplug.training.train_section import Train
@@ -95,7 +95,7 @@ def test_the_rule_of_turns_is_one_of_kinds_and_sizes(tmp_path):
     def turns(module, kinds, **more):
         rows = [{"name": f"a{n}", "passes": [kind], "steps": 1} for n, kind in enumerate(kinds)]
         given = check_settings(Train, {"task": "classify", "adapters": rows, **more}, "train")
-        return [bool(why) for why in choose_turns(module, given, {"lora": 2, "loha": 2})]
+        return [bool(why) for why in choose_separate_passes(module, given, {"lora": 2, "loha": 2})]
 
     both = slotted("lora", slots=2, gm=slotted("loha", slots=2), at=["stem", "qkv"])
     assert turns(both, ["loha", "lora", "loha", "lora"]) == [False] * 4  # as many as share small layers

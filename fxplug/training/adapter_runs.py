@@ -24,7 +24,7 @@ from .adapter_modules import OPTIONS, RandomState, SampleRows, join_adapters, li
 from .adapter_run import AdapterRun
 from .adapter_settings import PATH, check_adapter_settings, make_adapter_settings, read_adapters
 from .adapter_state import AdapterStates
-from .adapter_turns import choose_turns
+from .adapter_turns import choose_separate_passes
 from .checkpoint import Checkpoint, find_newest, read
 from .checks import check_saved
 from .data.loader import Loader
@@ -51,8 +51,8 @@ class AdapterRuns:
     Each of `adapters`, a mapping with a `name`, has data (`data`, `test`), a rank, alpha, dropout and seed of its own, and the
     settings of a run that it gives; what it does not give is that of the run. It learns what its run alone would: one pass of
     the frozen base is for the samples of all, blocks, losses, gradients, optimizers and random numbers are each adapter's own.
-    Those that `choose_turns` names have passes of their own, one after the other: `turns` has the reasons, in their order. As
-    many train at once as there are free slots; others begin when one ends. One whose loss is no number, or whose data fails,
+    Those that `choose_separate_passes` names have passes of their own, one after the other; `turns` has the reasons. As many
+    train at once as there are free slots; others begin when one ends. One whose loss is no number, or whose data fails,
     ends alone; `failed` has the reasons by name.
 
     The other arguments are those of `Trainer`. With `out` there are `adapter/NAME/` for each, `runs/NAME/` with its log and
@@ -106,7 +106,7 @@ class AdapterRuns:
             check_saved([module])
         common = {"base": base, "timm": timm, "accelerator": self.accelerator, "quiet": True, "config": self.config}
         self.runs: list[AdapterRun] = []
-        self.turns = choose_turns(module, settings, self.room)
+        self.turns = choose_separate_passes(module, settings, self.room)
         modules: list[TracedModule] = []  # of those that share a pass
         makers: list[Callable[[TracedModule], TracedModule]] = []
         for index, (one, given) in enumerate(zip(settings.adapters, objects, strict=True)):
@@ -245,7 +245,7 @@ class AdapterRuns:
                     held.callback(trainer.close)
                     if not one.ended:
                         held.enter_context(trainer.task.prepared(trainer.data, trainer.tests, self.quiet))
-                self._note_turns()
+                self._note_separate_passes()
                 self._run()
             self._finish()
         finally:
@@ -345,7 +345,7 @@ class AdapterRuns:
                 one.called.waits = False
         self.states.rounds += 1
 
-    def _note_turns(self) -> None:
+    def _note_separate_passes(self) -> None:
         """Note which adapters take their steps in turn, and why."""
         for why in filter(None, dict.fromkeys(self.turns)):
             names = [one.name for one, own in zip(self.runs, self.turns, strict=True) if own == why]

@@ -14,7 +14,7 @@ FEW = 4  # fewer at once have too little to share beside layers that are compute
 LARGE = 2**18  # numbers of a weight: those of all adapters at once leave the cache of a processor
 
 
-def choose_turns(module: TracedModule, settings: Train, room: Mapping[str, int]) -> list[str]:
+def choose_separate_passes(module: TracedModule, settings: Train, room: Mapping[str, int]) -> list[str]:
     """Choose the adapters that take their steps in turn, each with a pass of its own.
 
     Layers are computed once for all where blocks stand beside them. A layer whose weight is changed is computed for each
