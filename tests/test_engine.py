@@ -348,6 +348,48 @@ def test_events_tell_each_step(sd):
     assert found[-1].state == "done" and [e.step for e in found] == sorted(e.step for e in found) and found[-1].of == 3
 
 
+def test_a_strength_by_block_and_by_step_is_that_of_each_request():
+    """As in the pipeline alone with a callback that sets it: over shares, and over sigmas of schedulers of both kinds."""
+    file = str(tiny.lora(make(SD), "engine_steps.safetensors", unet=["to_q", "to_v"]))
+    slots = fxplug.load_pass("lora", at=["**.to_q", "**.to_v"], rank=4, slots=2, per_sample=1, groups="block")
+    pipe = fxplug.rewrite_pipeline(make(SD), {"unet": [slots]}, prompt="a cat", height=32, width=32)
+    pipe.unet.adapters.load("ink", file)
+    blocks = fxplug.Strength(4.0, {"down_blocks.0": 0.0})
+    half = fxplug.Schedule([(0, 5.0), (0.5, blocks)])
+    sigma = fxplug.Schedule([(12.0, 0.0), (1.0, 6.0)], over="sigma", between="linear")
+    cases = (1, half), (0, sigma), (1, sigma), (2, blocks), (4, 0.0)
+    requests = [ask(SD, i, adapters={"ink": strength}) for i, strength in cases]
+    engine = Engine(pipe)
+    pictures = [ticket.result().images for ticket in run(engine, requests)]
+    for request, picture in zip(requests, pictures, strict=True):
+        own, strength = copy.copy(pipe), request.adapters["ink"]
+        own.scheduler = getattr(__import__("diffusers"), request.scheduler).from_config(pipe.scheduler.config)
+        steps = request.call["num_inference_steps"]
+        own.scheduler.set_timesteps(steps)
+
+        def use(step, own=own, strength=strength, steps=steps):
+            if isinstance(strength, fxplug.Schedule):
+                if hasattr(own.scheduler, "sigmas"):
+                    noise = float(own.scheduler.sigmas[step])
+                else:
+                    signal = float(own.scheduler.alphas_cumprod[own.scheduler.timesteps[min(step, steps - 1)]])
+                    noise = (1 / signal - 1) ** 0.5
+                strength = strength.at(step / steps if strength.over == "share" else noise)
+            own.unet.adapters.use({"ink": strength})
+
+        def change(pipe, step, time, values, use=use):
+            use(step + 1)
+            return values
+
+        use(0)
+        want = own(**request.call, generator=torch.Generator().manual_seed(request.seed), callback_on_step_end=change).images
+        assert (picture - want).abs().max() < 1e-4
+    plain = alone(pipe, requests[0]) if pipe.unet.adapters.use(None) is None else None
+    assert (plain - pictures[0]).abs().max() > 1e-3
+    with pytest.raises(fxplug.SpecError, match="no layer with adapters is at 'down_block.0'"):
+        engine.submit(ask(SD, 0, adapters={"ink": fxplug.Schedule([(0, 1.0), (0.5, fxplug.Strength(1, {"down_block.0": 0}))])}))
+
+
 def test_each_request_has_its_own_adapters_in_every_model_with_slots():
     layers = {"unet": ["to_q", "to_v"], "text_encoder": ["q_proj"]}
     files = {f"s{i}": str(tiny.lora(make(SD), f"engine{i}.safetensors", seed=i, **layers)) for i in (1, 2)}

@@ -39,7 +39,7 @@ from fxplug.serving.server.service import Service
 CONFIG = """
 model: served:make
 device: cpu
-adapters: {folder: adapters, at: ["**.to_q", "**.to_v"], slots: 2, per_sample: 2, rank_max: 4}
+adapters: {folder: adapters, at: ["**.to_q", "**.to_v"], slots: 2, per_sample: 2, rank_max: 4, groups: block}
 engine: {rows: 4, queue: 6, schedulers: [EulerDiscreteScheduler]}
 limits: {steps: 60, pixels: 4096, body_mib: 1, n: 3, adapters: 2}
 http: {port: 0, uploads: true}
@@ -150,6 +150,8 @@ def test_a_picture_is_that_of_the_pipeline(client, pictures):
     assert np.array_equal(pictures()[0], alone(client))
     first, second = (client.send("/v1/images/generations", ASK | {"adapters": {"ink": 0.7}}).raw for _ in range(2))
     assert json.loads(first)["data"] == json.loads(second)["data"]
+    knots = {"knots": [[0, {"value": 2, "blocks": {"mid_block": 0}}], [0.5, 1]]}
+    assert not np.array_equal(pictures(adapters={"ink": knots})[0], pictures()[0])
     (inked,) = pictures(model="base:ink")
     assert np.array_equal(inked, alone(client, adapters={"ink": 1.0})) and not np.array_equal(inked, pictures()[0])
     for seed, picture in enumerate(pictures(n=3), 5):
@@ -169,6 +171,9 @@ def test_a_picture_is_that_of_the_pipeline(client, pictures):
         ({"adapters": {"../ink": 1}}, 404, "adapters.../ink", "no adapter"),
         ({"adapters": {"ink": True}}, 400, "adapters.ink", "must be a number"),
         ({"adapters": {"ink": 1, "film": 1, "secret": 1}}, 400, "adapters", "3 adapters"),
+        ({"adapters": {"ink": {"valu": 1}}}, 400, "adapters.ink.valu", "did you mean 'value'?"),
+        ({"adapters": {"ink": {"knots": [[0.5, 1]]}}}, 400, "adapters.ink.knots", "a gap"),
+        ({"adapters": {"ink": {"knots": [[0, {"blocks": {"down_block": 1}}]]}}}, 400, "adapters.down_block", "did you mean"),
         ({"model": "base:inc"}, 404, "adapters.inc", "did you mean 'ink'?"),
         ({"model": "bass"}, 404, "model", "did you mean 'base'?"),
         ({"sise": "32x32"}, 400, "sise", "did you mean 'size'?"),

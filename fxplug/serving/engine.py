@@ -23,7 +23,7 @@ from .joint_calls import ModelCaller
 from .learning import CALLBACKS, LearntKind, classify_request, learn_request
 from .model_state import find_change, list_state
 from .parked import Cancelled, OwnDraws, RequestThread, StepCount, check_outside, copy_pipeline, make_stand_in
-from .requests import Request, check_call, get_strengths, list_generators, make_call
+from .requests import Request, check_call, find_sigma, get_strengths, list_generators, make_call
 from .store import AdapterStore
 from .tickets import QueueFull, Ticket
 
@@ -48,7 +48,9 @@ class ActiveRequest:
     def mixture(self, model: nn.Module) -> dict[str, Any]:
         """Return the strengths of its adapters in a model, now."""
         names = self.adapters.get(id(model), ())
-        return {name: value for name, value in get_strengths(self.ticket.request.adapters).items() if name in names}
+        asked = {name: value for name, value in self.ticket.request.adapters.items() if name in names}
+        done, scheduler = self.count.steps, getattr(self.pipe, "scheduler", None)
+        return get_strengths(asked, done / max(self.steps, done, 1), lambda: find_sigma(scheduler, done))
 
     @property
     def steps(self) -> int:
@@ -179,7 +181,7 @@ class Engine:
         if self.store is not None:
             self.store.check(request.adapters)
             return
-        self.caller.check_adapters(get_strengths(request.adapters))
+        self.caller.check_adapters(request.adapters)
 
     def _check_generators(self, request: Request) -> None:
         """Refuse a generator that another request draws from: which numbers each gets would depend on who comes first."""
@@ -329,7 +331,7 @@ class Engine:
 
     def _start(self, ticket: Ticket, resources: ExitStack) -> ActiveRequest:
         request = ticket.request
-        adapters = resources.enter_context(self.caller.pin(get_strengths(request.adapters)))
+        adapters = resources.enter_context(self.caller.pin(request.adapters))
         kind, pipe = classify_request(request), self.pipes[request.task]
         scheduler = find_scheduler(request.scheduler, pipe)
         if (learnt := self.learnt.get(kind)) is None:

@@ -12,11 +12,13 @@ from torch import nn
 
 from ..adapters.rows import Rows, check_name_known
 from ..adapters.slots import Adapters
+from ..adapters.strengths import Strength
 from ..blocks.base import ROWS
 from ..core.errors import SpecError, prefix_path
 from ..core.ir.traced_module import TracedModule
 from ..core.torch_internals.tensors import without_duck_sizes
 from .forms import CallForms, FormState, ModelCall, join, split, use_modes
+from .requests import list_strengths
 
 LOG = logging.getLogger("fxplug.serving")
 KEPT = 256  # rows that are made once, of groups of requests that come again and again
@@ -78,7 +80,8 @@ class ModelCaller:
                 check_name_known(name, known)
             for slots in self.slots.values() if adapters else ():
                 here = slots.names
-                slots.rows([{name: value for name, value in adapters.items() if name in here}])
+                for strengths in list_strengths(adapters):
+                    slots.rows([{name: value for name, value in strengths.items() if name in here}])
 
     def limit(self, rows: int, call: ModelCall, form: FormState) -> int:
         """Return the most rows of a joint call of a form.
@@ -213,12 +216,17 @@ class ModelCaller:
 
     def _make_rows(self, slots: Adapters, mixtures: Sequence[Mixture]) -> Rows:
         """Make the rows of a group of requests, once for all calls that it makes together."""
-        key = id(slots), tuple(frozenset(mixture.items()) for mixture in mixtures)
+        key = id(slots), tuple(frozenset((name, _freeze(value)) for name, value in mixture.items()) for mixture in mixtures)
         rows = self._made_rows.pop(key, None) or slots.rows(mixtures)
         while len(self._made_rows) >= KEPT:
             del self._made_rows[next(iter(self._made_rows))]
         self._made_rows[key] = rows  # the last
         return rows
+
+
+def _freeze(value: Any) -> Any:
+    """Return a value that is the same for equal strengths, and can be a key."""
+    return (value.value, tuple((value.blocks or {}).items())) if isinstance(value, Strength) else value
 
 
 def _has_slots(model: nn.Module) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from pydantic import ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from ..adapters.strengths import Schedule, Strength
 from ..core.errors import SpecError, did_you_mean, quote
 from ..core.spec.yaml_source import Section, check_number, list_findings
 from ..pipelines.opening import call_parameters
@@ -21,7 +22,7 @@ class Request(Section):
 
     Args:
         call: What the pipeline's `__call__` takes: `prompt`, `image`, `guidance_scale` and others.
-        adapters: The strength of each adapter, by name.
+        adapters: The strength of each adapter, by name: a number, a `fxplug.Strength`, or a `fxplug.Schedule` over its steps.
         scheduler: The name of a class of diffusers that takes the configuration of the pipeline's scheduler; None is its own.
         seed: That of the CPU generator that the call gets; None is none.
         task: Which of the engine's pipelines is called, see `Engine`.
@@ -54,18 +55,72 @@ def check_strength(strength: Any, *path: str | int) -> None:
     """Check a strength of an adapter.
 
     Args:
-        strength: What stands for it.
+        strength: What stands for it: a number, a `Strength` or a `Schedule`.
         *path: Where it stands.
 
     Raises:
         SpecError: If it is none.
     """
-    check_number(strength, *path)
+    if not isinstance(strength, (Strength, Schedule)):
+        check_number(strength, *path)
 
 
-def get_strengths(adapters: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the strengths of a request's adapters at a step."""
-    return dict(adapters)
+def list_strengths(adapters: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """List strengths of a request's adapters that stand for all that it has over its steps.
+
+    Args:
+        adapters: The strengths of a request.
+
+    Returns:
+        Mappings of numbers and `Strength`, of which each knot of a `Schedule` is in one.
+    """
+    values = {n: [s for _, s in v.knots] if isinstance(v, Schedule) else [v] for n, v in adapters.items()}
+    count = max(map(len, values.values()), default=1)
+    return [{name: each[min(index, len(each) - 1)] for name, each in values.items()} for index in range(count)]
+
+
+def get_strengths(adapters: Mapping[str, Any], share: float, find_sigma: Callable[[], float]) -> dict[str, Any]:
+    """Get the strengths of a request's adapters at a step.
+
+    Args:
+        adapters: The strengths of a request.
+        share: The share of its steps that are done, 0 to 1.
+        find_sigma: What gives the sigma of the step.
+
+    Returns:
+        Numbers and `Strength` by name.
+
+    Raises:
+        SpecError: As `find_sigma`, where a `Schedule` is over sigma.
+    """
+    return {
+        name: value.at(share if value.over == "share" else find_sigma()) if isinstance(value, Schedule) else value
+        for name, value in adapters.items()
+    }
+
+
+def find_sigma(scheduler: Any, step: int) -> float:
+    """Find the sigma of a step of a scheduler: the ratio of noise to signal, or the share of noise in flow matching.
+
+    Args:
+        scheduler: A scheduler of diffusers that has its timesteps.
+        step: How many steps it has made.
+
+    Returns:
+        The sigma; that of the first step where there are no timesteps yet.
+
+    Raises:
+        SpecError: For a scheduler that has neither sigmas nor `alphas_cumprod`.
+    """
+    times = getattr(scheduler, "timesteps", ())
+    sigmas = getattr(scheduler, "sigmas", None)
+    if sigmas is not None and len(sigmas) >= len(times) > 0:
+        return float(sigmas[min(step, len(times) - 1)])
+    alphas = getattr(scheduler, "alphas_cumprod", None)
+    if alphas is None or not len(times):
+        raise SpecError(f"{type(scheduler).__name__} has no sigmas: use a Schedule over 'share'", path=("adapters",))
+    alpha = float(alphas[int(times[min(step, len(times) - 1)])])
+    return float(((1 - alpha) / alpha) ** 0.5)
 
 
 def check_call(request: Request, pipe: Any) -> None:

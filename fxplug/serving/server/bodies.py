@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from pydantic import Field
 
-from ...core.errors import SpecError, did_you_mean, format_path, quote
+from ...adapters.strengths import Schedule, Strength
+from ...core.errors import SpecError, did_you_mean, format_path, prefix_path, quote
 from ...core.reading import parse_json
 from ...core.spec.yaml_source import Section, check_finite, validate
 from ...pipelines.opening import call_parameters
@@ -87,7 +88,8 @@ def read_order(data: bytes, config: ServerConfig, pipe: Any, adapters: Sequence[
         body = validate(ImageBody, given)
         check_finite(dict(body.adapters), "adapters")
         check_finite(dict(body.call), "call")
-        names = {**_read_model(body.model, adapters, key), **body.adapters}
+        named = {name: read_strength(value, "adapters", name) for name, value in body.adapters.items()}
+        names = {**_read_model(body.model, adapters, key), **named}
         _check_adapters(names, config, adapters, key)
         call, size = _make_call(body, config, pipe)
         scheduler = _read_scheduler(body.scheduler, config, pipe)
@@ -111,6 +113,34 @@ def read_order(data: bytes, config: ServerConfig, pipe: Any, adapters: Sequence[
         requests, seeds, size, body.output_format, body.response_format == "url", body.stream,
         body.partial_images if body.stream else 0,
     )  # fmt: skip
+
+
+def read_strength(value: Any, *path: str | int) -> Any:
+    """Read the strength of an adapter.
+
+    Args:
+        value: A number; `value` and `blocks` of a `Strength`; or `knots`, `over` and `between` of a `Schedule`.
+        *path: Where it stands.
+
+    Returns:
+        What a request takes.
+
+    Raises:
+        SpecError: For anything else.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    known = ("knots", "over", "between") if "knots" in value else ("value", "blocks")
+    if wrong := next((name for name in value if name not in known), None):
+        near = f"{did_you_mean(wrong, known)}; there are {', '.join(known)}"
+        raise SpecError(f"unknown key {quote(wrong)}{near}", path=path, key=wrong)
+    with prefix_path(*path):
+        if "knots" not in value:
+            return Strength(**value)
+        knots = value["knots"]
+        pairs = isinstance(knots, list) and all(isinstance(knot, list) and len(knot) == 2 for knot in knots)
+        made = [[place, read_strength(each, "knots", at)] for at, (place, each) in enumerate(knots)] if pairs else knots
+        return Schedule(**{**value, "knots": made})
 
 
 def _read_model(model: str, adapters: Sequence[str], key: ApiKey) -> dict[str, float]:

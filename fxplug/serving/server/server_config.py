@@ -39,12 +39,17 @@ class AdapterSettings(Section):
     """A folder of adapters, and the slots that they are put into."""
 
     folder: Text | None = declare(None, "the folder of adapter files; null: none, and no slots", "adapters/")
-    pass_: Literal["lora", "dora"] = declare("lora", "the pass that makes the slots", "dora", alias="pass")
+    pass_: Literal["lora", "dora"] = declare(
+        "dora", "the pass that makes the slots: `dora` is for DoRA and (IA)3, too, `lora` costs less", "lora", alias="pass"
+    )
     at: Text | list[Text] = declare("**", "the layers that get slots, as in a pass", ["**.to_q", "**.to_v"])
     slots: int = declare(16, "how many adapters are in the models at once", 64, ge=1)
     per_sample: int = declare(2, "the most adapters of one request", 4, ge=1)
     rank_max: int = declare(32, "the highest rank of an adapter", 16, ge=1)
     resize: bool = declare(False, "whether a higher rank is lowered to `rank_max`; else the adapter is refused", True)
+    groups: Text | list[Text] | None = declare(
+        None, "blocks with strengths of their own: `block`, or patterns of paths; null: none", "block"
+    )
     partial: bool = declare(False, "whether an adapter may have layers that are not there", True)
     keep: list[Text] = declare([], "adapters that are loaded at the start and stay", ["ink"])
     models: list[Text] | None = declare(None, "the models that get slots; null: the denoisers", ["unet", "text_encoder"])
