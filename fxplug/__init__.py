@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .adapters.rows import Rows
     from .adapters.slots import Adapters
     from .adapters.state import Prepared
+    from .adapters.strengths import Schedule, Strength
     from .adapters.writing import save_adapter
     from .compat.zhijian.blitz import blitz
     from .config.flow import Result, rewrite
@@ -106,9 +107,11 @@ __all__ = [
     "Rows",
     "Rule",
     "Run",
+    "Schedule",
     "Site",
     "SpecError",
     "StepCache",
+    "Strength",
     "Task",
     "TeaCache",
     "Threshold",

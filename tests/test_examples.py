@@ -150,6 +150,7 @@ def test_text_to_image(capsys, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers' schedulers
 @pytest.mark.parametrize(("name", "found"), [
     ("many_requests.py", r"old classes 100.0%, of the new 100.0%\n10 requests of 40 steps in (\d+) calls"),
     ("load.py", r"8 pictures, \S+ a CPU second; (\d+) calls of the denoiser"),
