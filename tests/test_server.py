@@ -29,6 +29,7 @@ from PIL import Image
 
 from fxplug.core.errors import SpecError
 from fxplug.serving.server.application import Server
+from fxplug.serving.server.errors import RequestError
 from fxplug.serving.server.jobs import RESTARTED, Jobs
 from fxplug.serving.server.keys import ANYBODY, read_keys
 from fxplug.serving.server.pictures import Preview
@@ -300,6 +301,44 @@ def test_a_key_sees_its_adapters_alone(client, folder):
         assert client.send("/health").status == 200
     finally:
         client.server.keys, client.key = there, None
+
+
+def test_results_that_are_kept_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr("fxplug.serving.server.jobs.BYTES", 100)
+    jobs = Jobs(JobSettings(keep=3), tmp_path)
+    names = [jobs.store_picture(b"x" * 40, "image/png", ANYBODY) for _ in range(4)]
+    jobs.forget()
+    assert list(jobs.pictures) == names[-2:]
+    job = jobs.add("")
+    jobs.finish(job, "done", [{"b64_json": "x" * 90}], None)
+    jobs.forget()
+    assert list(jobs.jobs) == [job.id] and not jobs.pictures
+    for _ in range(3):
+        jobs.add("")
+    with pytest.raises(RequestError, match="3 jobs run already"):
+        jobs.add("")
+
+
+def test_a_body_that_does_not_come_and_a_stream_that_is_not_read(client, monkeypatch):
+    monkeypatch.setattr("fxplug.serving.server.application.SEND", 0.2)
+    with socket.create_connection(client.address) as raw:
+        raw.sendall(b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        assert raw.recv(99).startswith(b"HTTP/1.1 408")
+    job = client.json("/v1/jobs", ASK)[1]["id"]
+    deaf = socket.socket()
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    deaf.connect(client.address)
+    many = [{"type": "progress", "step": 1, "of": 2, "text": "x" * 10_000}] * 2_000
+    client.server.jobs.jobs[job].events[:0] = many
+    deaf.sendall(f"GET /v1/jobs/{job}/events HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    deaf.settimeout(60)
+    time.sleep(1)
+    size = 0
+    while part := deaf.recv(1 << 16):
+        size += len(part)
+    deaf.close()
+    assert size < 10_000_000
+    client.events(f"/v1/jobs/{job}/events")
 
 
 @pytest.mark.parametrize(("text", "finding"), [("", "has no key"), ("a b", "another word"), ("a\na admin", "there twice")])

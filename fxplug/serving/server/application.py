@@ -36,7 +36,7 @@ from .uploads import add_adapter_file, delete_adapter_file
 
 LOG = logging.getLogger("fxplug.serving")
 ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-SEND = 30.0  # seconds in which a client must read what is sent
+SEND = 30.0  # seconds in which a client must read what is sent, and send the next part of a body
 SSE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 Handler = Callable[["Server", Request, ApiKey], Awaitable[Response]]
 
@@ -366,6 +366,11 @@ class Server:
 class LimitedStream(StreamingResponse):
     """A stream that ends where its client does not read."""
 
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send the answer; whoever does not read it has left."""
+        with suppress(ClientDisconnect):
+            await super().__call__(scope, receive, send)
+
     async def stream_response(self, send: Any) -> None:
         """Send the body, each part within `SEND` seconds."""
 
@@ -392,18 +397,21 @@ async def read_body(request: Request, limit: int) -> bytes:
         The bytes.
 
     Raises:
-        RequestError: 413, for more.
+        RequestError: 413 for more, and 408 where nothing comes for some time.
     """
     refusal = RequestError(f"the body has more than {limit >> 20} MiB", 413, code="body_too_large")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > limit:
         raise refusal
-    parts, size = list[bytes](), 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise refusal
-        parts.append(part)
+    parts, size, stream = list[bytes](), 0, aiter(request.stream())
+    try:
+        while (part := await asyncio.wait_for(anext(stream, None), SEND)) is not None:
+            size += len(part)
+            if size > limit:
+                raise refusal
+            parts.append(part)
+    except TimeoutError:
+        raise RequestError(f"no part of the body came for {SEND:g} s", 408, code="timeout") from None
     return b"".join(parts)
 
 

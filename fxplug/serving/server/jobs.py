@@ -27,6 +27,7 @@ ENDS = ("done", "failed", "cancelled")
 RESTARTED = "restarted: the server ended before the job did"
 NAME = re.compile(r"[0-9a-f]{32}")
 SEEN = 10_000  # events of a job that are kept
+BYTES = 1 << 30  # of results that are kept in memory
 
 
 class JobError(FxplugError):
@@ -49,6 +50,7 @@ class PictureJob:
     data: list[dict[str, Any]] | None = None
     error: dict[str, Any] | None = None
     ended: float | None = None
+    size: int = 0  # bytes of the result
     accepted: AcceptedOrder | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -187,6 +189,19 @@ class Jobs:
             self._drop(job)
         for name in [name for name, picture in self.pictures.items() if picture.made < end]:
             del self.pictures[name]
+        kept: list[tuple[float, int, PictureJob | str]] = [
+            *((job.ended, job.size, job) for job in self.jobs.values() if job.ended is not None),
+            *((picture.made, len(picture.raw), name) for name, picture in self.pictures.items()),
+        ]
+        total = sum(size for _, size, _ in kept)
+        for _, size, one in sorted(kept, key=lambda row: row[0]):
+            if total <= BYTES:
+                break
+            total -= size
+            if isinstance(one, PictureJob):
+                self._drop(one)
+            else:
+                del self.pictures[one]
 
     def _drop(self, job: PictureJob) -> None:
         self.jobs.pop(job.id, None)
@@ -196,6 +211,7 @@ class Jobs:
     def finish(self, job: PictureJob, state: str, data: list[dict[str, Any]] | None, error: dict[str, Any] | None) -> None:
         """End a job with its result, or with what went wrong."""
         job.state, job.data, job.error, job.ended, job.accepted = state, data, error, time.time(), None
+        job.size = sum(len(row.get("b64_json", "")) for row in data or ())
         self.save(job)
         job.add_event(state)
 
