@@ -547,7 +547,7 @@ def test_what_imports_log_is_not_shown(tmp_path, monkeypatch, caplog):
     assert not caplog.records and logging.root.manager.disable == logging.NOTSET
 
 
-@pytest.mark.parametrize("given", [["a.safetensors", "b.safetensors"], [("a.safetensors", 1.0, 2)], [3]])
+@pytest.mark.parametrize("given", [["a.safetensors", "b.safetensors"], [("a.safetensors", 1.0, 2)], [3], [None], [[]], [""]])
 def test_files_to_merge_come_with_weights(given, tmp_path):
     with pytest.raises(SpecError, match="merge_adapters takes files with their weights"):
         fxplug.merge_adapters(given, tmp_path / "out.safetensors")

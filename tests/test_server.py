@@ -62,6 +62,11 @@ ASK = {"prompt": "a cat", "size": "32x32", "seed": 5}
 def folder(tmp_path_factory):
     """The folder of a configuration: adapters, one of which is broken, and keys."""
     made = tmp_path_factory.mktemp("server")
+    write_folder(made)
+    return made
+
+
+def write_folder(made):
     (made / "adapters").mkdir()
     for seed, name in enumerate(("ink", "film", "secret")):
         file = tiny.lora(tiny.pipeline("StableDiffusionPipeline"), f"server_{name}", seed=seed, unet=["to_q", "to_v"])
@@ -70,7 +75,6 @@ def folder(tmp_path_factory):
     (made / "served.py").write_text(textwrap.dedent(MADE.format(tiny=str(Path(tiny.__file__).parent))))
     (made / "serve.yaml").write_text(CONFIG)
     (made / "keys.txt").write_text("# who\nboss admin\nguest adapters=[!s]*\n")
-    return made
 
 
 class Client:
@@ -211,16 +215,9 @@ def test_a_body_that_is_none(client, raw):
 
 def test_bodies_at_random(client, caplog):
     """Whatever is asked for: a picture, or a 4xx; no line at level error."""
-    rng, seen = random.Random(0), set()
-    values = [None, True, -1, 0, 1e308, 2**63, 10**300, "", "x" * 30_000, [], {}, {"a": 1}, "NaN", "1", 1.5, "a/../b", "1x1"]
-    base = ASK | {"call": {}, "adapters": {"ink": 0.5}, "n": 1, "model": "base", "scheduler": None, "deadline_s": 9}
-    names = list(client.server.service.pipe.__call__.__wrapped__.__code__.co_varnames[1:30])
+    rng = random.Random(0)
     with caplog.at_level(logging.ERROR, logger="fxplug.serving"):
-        for _ in range(150):
-            body = json.loads(json.dumps(base))
-            place = rng.choice([body, body["call"], body["adapters"]])
-            place[rng.choice(list(body) if place is body else names)] = rng.choice(values)
-            seen.add(client.send("/v1/images/generations", json.dumps(body)[: rng.choice([9999, 9999, 40])]).status)
+        seen = {client.send("/v1/images/generations", make_body(rng)).status for _ in range(150)}
     assert (seen <= {200, 400, 404}, caplog.records) == (True, [])
     assert client.send("/v1/images/generations", b"x" * (2 << 20)).status == 413
     assert client.json("/v1/imagine", {})[0] == 404 and client.json("/v1/jobs")[0] == 405
@@ -346,6 +343,25 @@ def test_keys_that_are_none(tmp_path, text, finding):
     (tmp_path / "keys").write_text(text)
     with pytest.raises(SpecError, match=finding):
         read_keys(tmp_path / "keys")
+
+
+VALUES = [None, True, -1, 0, 1e308, 2**63, 10**300, "", "x" * 30_000, [], {}, {"a": 1}, "NaN", "1", 1.5, "a/../b", "1x1"]
+VALUES += [{"knots": [[0, 1], [0.5, {"value": 2}]]}, {"knots": []}, {"blocks": {"": 1}}, {"": 1}, {"knots": [], "": 1}]
+NAMES = (
+    "num_inference_steps guidance_scale eta height width generator latents negative_prompt prompt_embeds clip_skip ink film"
+    " broken __class__ ip_adapter_image guidance_rescale timesteps cross_attention_kwargs num_images_per_prompt output_type"
+).split()
+
+
+def make_body(rng):
+    """A body in which a value is another one, and which may be cut or have other bytes."""
+    body = ASK | {"call": {}, "adapters": {"ink": 0.5}, "n": 1, "model": "base", "scheduler": None, "deadline_s": 9}
+    place = rng.choice([body, body["call"], body["adapters"]])
+    place[rng.choice(list(body) if place is body else NAMES)] = rng.choice(VALUES)
+    raw = bytearray(json.dumps(body).encode())
+    if rng.random() < 0.2:
+        raw[rng.randrange(len(raw))] = rng.randrange(256)
+    return bytes(raw[: rng.choice([99_999, 99_999, 99_999, 40])])
 
 
 def upload(client, name, raw, filename="x.safetensors"):

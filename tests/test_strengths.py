@@ -78,6 +78,7 @@ def test_a_dictionary_of_blocks_is_taken_as_by_diffusers():
     assert ours.adapters.active == rows
     for given, message in (({"dwn": 1.0}, "no part 'dwn'"),
                            ({"down": {"block_7": 1.0}}, "has no block_7"), ({"mid": "much"}, "not a number"),
+                           ({"": 1.0}, "no part ''"), ({"mid": None}, "not a number"),
                            ({"up": {"block_1": [1.0] * 7}}, "7 scales are given")):  # fmt: skip
         with pytest.raises(SpecError, match=message):
             ours.set_adapters("a0", given)

@@ -211,7 +211,7 @@ def write_own(
     layout = find_layout(file)
     if layout in (*CONFIGURED, "fxplug"):
         return write_parts(entries, path, layout, None, FileOptions(dtype=dtype), errors)
-    if other := next((entry for entry in entries if entry.method not in ("", "diff")), None):
+    if (other := next((entry for entry in entries if entry.method not in ("", "diff")), None)) is not None:
         raise ArtifactError(
             f"'{other.name}' is {other.method}, which cannot be converted without its model: load it, and save the adapter"
         )

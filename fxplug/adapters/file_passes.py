@@ -154,7 +154,7 @@ def make_plan(
     apart: set[str] = set()
     for whole, ways in files:
         file, _ = without_heads(whole, module)
-        if norm := next((entry for entry in file.entries if entry.method == "whole" and entry.param in STATISTICS), None):
+        for norm in (entry for entry in file.entries if entry.method == "whole" and entry.param in STATISTICS):
             raise ArtifactError(
                 f"{file.source}: '{norm.key(norm.path)}' is a statistic of a norm, which no pass holds: apply the passes, call "
                 f"fxplug.trainable(new, '{norm.path}'), and load the file with load_adapter"

@@ -192,8 +192,8 @@ def merge_adapters(
             and as `convert_adapter`.
     """
     pairs = list(sources.items() if isinstance(sources, Mapping) else sources)
-    if odd := next((one for one in pairs if not isinstance(one, (tuple, list)) or len(one) != 2), None):
-        raise SpecError(f"merge_adapters takes files with their weights, {{'ink.safetensors': 0.8}}; {quote(odd)} has none")
+    if odd := [one for one in pairs if not isinstance(one, (tuple, list)) or len(one) != 2]:
+        raise SpecError(f"merge_adapters takes files with their weights, {{'ink.safetensors': 0.8}}; {quote(odd[0])} has none")
     ways = Combination(how, rank, density, sign, clamp, seed)
     if not pairs:
         raise SpecError("nothing to merge: give files with their weights, {'ink.safetensors': 0.8}")
@@ -251,7 +251,7 @@ def _read(source: Source, **options: Any) -> AdapterFile:
     file = read(source, **options)
     check_no_own(file, "a tool for files")
     for entry in file.entries:
-        if empty := next((key for key, tensor in entry.tensors.items() if tensor.is_meta), None):
+        if (empty := next((key for key, tensor in entry.tensors.items() if tensor.is_meta), None)) is not None:
             raise ArtifactError(f"{file.source}: '{entry.name}': its {empty} is on the meta device and has no values")
     return file
 

@@ -77,7 +77,7 @@ class Rows:
         state = self._read_state()
         if state is None or self._state is None or any(a is not b for a, b in zip(state, self._state, strict=True)):
             known = set(self.adapters.names)
-            if gone := next((name for row in self.rows for name in row if name not in known), None):
+            if (gone := next((name for row in self.rows for name in row if name not in known), None)) is not None:
                 self.adapters.check_known(gone)
             self._tables, self._state = make_tables(self.adapters, self.rows, self.single), state
         return self._tables

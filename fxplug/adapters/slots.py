@@ -298,7 +298,7 @@ class Adapters(SlotState):
             raise SpecError(f"put takes what prepare(name, source) gives, not {quote(ready)}")
         for p, rows in ready.rows.items():
             own = {bank.block: bank for bank in self.banks.get(p, ())}
-            if other := next((bank.path for bank, *_ in rows if own.get(bank.block) != bank), None):
+            if (other := next((bank.path for bank, *_ in rows if own.get(bank.block) != bank), None)) is not None:
                 raise SpecError(
                     f"'{ready.name}' was prepared for other slots than the pass '{p}' has at '{other}' here: prepare it with "
                     "these adapters"

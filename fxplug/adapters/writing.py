@@ -219,7 +219,7 @@ def _by_name(
     whole = get_trained_layers(module)
     state = module.state_dict(keep_vars=True)
     tensors = {key: value for key, value in state.items() if key.partition(".")[0] in records} | whole
-    if empty := next((key for key, value in tensors.items() if value.is_meta), None):
+    if (empty := next((key for key, value in tensors.items() if value.is_meta), None)) is not None:
         raise ArtifactError(f"'{empty}' is on the meta device and has no values")
     made = {key: value if dtype is None or not value.is_floating_point() else value.to(dtype) for key, value in tensors.items()}
     layers = dict.fromkeys(site["path"] for entry in records.values() for site in entry["sites"] if site["block"])
@@ -380,7 +380,7 @@ def check_replaceable(target: Path, raises: Callable[[str], ArtifactError], over
 
 def prepare_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as a file takes them: on the CPU, each in memory of its own. Raises ArtifactError where one is not finite."""
-    if odd := next((key for key, value in tensors.items() if not value.float().isfinite().all()), None):
+    if (odd := next((key for key, value in tensors.items() if not value.float().isfinite().all()), None)) is not None:
         raise ArtifactError(f"'{odd}' has numbers that are not finite (NaN or infinity)")
     return {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
 

@@ -43,7 +43,7 @@ def export(
     if to in TO_TOOLS:
         export_to_tool(folder, to, out, tools, allow)
         return
-    if given := next((name for name, value in vars(tools).items() if value), None):
+    if (given := next((name for name, value in vars(tools).items() if value), None)) is not None:
         raise SpecError(f"--{given.replace('_', '-').replace('passes', 'pass')} is only for --to {', '.join(TO_TOOLS)}")
     from .exporter import FORMATS
 

@@ -345,8 +345,8 @@ def _read_strength(module: PipelinePart, value: Any) -> Any:
             raise SpecError(f"set_adapters: {quote(value)} is neither a number nor a dictionary of blocks")
         return value
     scales = _expand_blocks(module, value) if hasattr(module, "down_blocks") and hasattr(module, "up_blocks") else dict(value)
-    if odd := next((scale for scale in scales.values() if not isinstance(scale, (int, float))), None):
-        raise SpecError(f"set_adapters: {quote(odd)} is not a number: parts of layers' names have one each")
+    if odd := [scale for scale in scales.values() if not isinstance(scale, (int, float))]:
+        raise SpecError(f"set_adapters: {quote(odd[0])} is not a number: parts of layers' names have one each")
     made = {}
     for banks in module.adapters.banks.values():
         for path in dict.fromkeys(bank.path for bank in banks):
@@ -360,7 +360,7 @@ def _expand_blocks(module: PipelinePart, given: Mapping[str, Any]) -> dict[str, 
     """Return the scales of a UNet's attentions from diffusers' dictionary of down, mid and up, each one number, or numbers by
     block, or lists of them by attention. Raises SpecError for a block that there is not, and for a list of another length."""
     scales: dict[str, Any] = {}
-    if unknown := next((key for key in given if key not in ("down", "mid", "up")), None):
+    if (unknown := next((key for key in given if key not in ("down", "mid", "up")), None)) is not None:
         raise SpecError(f"set_adapters: no part '{unknown}' of a UNet{did_you_mean(unknown, ['down', 'mid', 'up'])}")
     middle = given.get("mid", 1.0)
     scales["mid_block.attentions.0"] = middle[0] if isinstance(middle, list) and len(middle) == 1 else middle
@@ -369,7 +369,7 @@ def _expand_blocks(module: PipelinePart, given: Mapping[str, Any]) -> dict[str, 
         blocks = {key: (i, len(block.attentions)) for key, (i, block) in blocks.items() if hasattr(block, "attentions")}
         own = given.get(side, 1.0)
         own = own if isinstance(own, Mapping) else dict.fromkeys(blocks, own)
-        if unknown := next((key for key in own if key not in blocks), None):
+        if (unknown := next((key for key in own if key not in blocks), None)) is not None:
             near = f"{did_you_mean(unknown, blocks)}; there are {', '.join(blocks)}"
             raise SpecError(f"set_adapters: '{side}' has no {unknown} with attentions{near}")
         for key, (i, most) in blocks.items():

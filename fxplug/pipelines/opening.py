@@ -55,7 +55,7 @@ def open_pipeline(
     """
     options = dict(options or {})
     without = _read_without(options.pop("without", []))
-    if wrong := next((name for name in options if name not in OPTIONS), None):
+    if (wrong := next((name for name in options if name not in OPTIONS), None)) is not None:
         hint = did_you_mean(wrong, OPTIONS)
         raise SpecError(f"a pipeline has no option '{wrong}'{hint}; it has {', '.join(OPTIONS)}", path=("model", "options"))
     path, dtype = Path(source), dtype or torch.float32

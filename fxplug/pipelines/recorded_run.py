@@ -184,7 +184,7 @@ def record_run(
         return found
 
     models = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-    if compiled := next((name for name, part in models.items() if "_orig_mod" in part._modules), None):
+    if (compiled := next((name for name, part in models.items() if "_orig_mod" in part._modules), None)) is not None:
         finding = f"{compiled} of {type(pipe).__name__} is compiled: put the model itself in, {compiled}._orig_mod"
         raise SpecError(finding, path=("model", "pipeline"))
     vaes = list_vaes(pipe)

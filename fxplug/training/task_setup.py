@@ -138,7 +138,7 @@ def list_rewritten_parts(module: TracedModule, task: Task) -> dict[str, TracedMo
     others = {name: part.module for name, part in task.beside.items()}
     if task.encoder is not None and task.encoder.traced is not None:
         others["text_encoder"] = task.encoder.traced
-    if taken := next((name for name in others if name in dict(module.named_children())), None):
+    if (taken := next((name for name in others if name in dict(module.named_children())), None)) is not None:
         what = "the text encoder" if taken.startswith("text_encoder") else "another model"
         finding = f"the module has a part or a pass '{taken}', and so is {what} named in a run: rename it"
         raise SpecError(finding, path=("passes",))

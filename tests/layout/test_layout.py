@@ -324,6 +324,15 @@ def test_private_parts_of_torch_are_named_in_one_place():
     assert named == {}, "put these into fxplug/core/torch_internals, with a test"
 
 
+def test_what_was_found_is_not_told_by_its_truth():
+    """What `next` finds may be false itself, as an empty name is: None says that nothing was found."""
+    for name, tree in files().items():
+        found = [node.test for node in walk(tree) if isinstance(node, (ast.If, ast.IfExp, ast.While))]
+        first = [test.value for test in found if isinstance(test, ast.NamedExpr) and isinstance(test.value, ast.Call)]
+        calls = [ast.unparse(call) for call in first if ast.unparse(call.func) == "next"]
+        assert [call for call in calls if call.endswith(", None)")] == [], name
+
+
 BROAD = {"Exception", "BaseException"}
 
 

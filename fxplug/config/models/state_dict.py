@@ -87,7 +87,7 @@ def _read_shards(index: Path, raises: Raises, meta: bool, limits: Limits) -> Sta
         if not (index.parent / name).is_file():
             raise raises(f"names '{name}', which is not in its folder: all of its {len({*shards.values()})} files are needed")
         state.update(read_weights(index.parent / name, meta, limits))
-    if lost := next((key for key in shards if key not in state), None):
+    if (lost := next((key for key in shards if key not in state), None)) is not None:
         raise raises(f"says that '{lost}' is in '{shards[lost]}', which does not have it: the index belongs to other files")
     return state
 

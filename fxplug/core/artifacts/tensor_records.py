@@ -177,7 +177,7 @@ def _check_apart(name: str, tensor: Tensor, others: list[tuple[Any, Any, str]]) 
     start = tensor.storage_offset() * tensor.element_size()
     span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = start + (span + 1) * tensor.element_size()
-    if other := next((other for begin, stop, other in others if begin < end and start < stop), None):
+    if (other := next((other for begin, stop, other in others if begin < end and start < stop), None)) is not None:
         raise ArtifactError(
             f"the parameters '{other}' and '{name}' are views of one memory, which a file cannot hold: give the model one "
             "parameter and read the other from it in forward, or clone() one before the trace, which makes them two"

@@ -148,8 +148,9 @@ def find_groups(gm: TracedModule, p: Pass) -> list[str]:
     """
     paths = [path for path, _ in gm.named_modules() if path]
     if p.groups != "block":
-        if odd := next((pattern for pattern in p.groups if not any(is_covered(pattern, path) for path in paths)), None):
-            raise SpecError(f"{p.name}: groups: nothing is at '{odd}'{did_you_mean(odd, paths)}", where=p.where)
+        for pattern in p.groups:
+            if not any(is_covered(pattern, path) for path in paths):
+                raise SpecError(f"{p.name}: groups: nothing is at '{pattern}'{did_you_mean(pattern, paths)}", where=p.where)
         return list(p.groups)
     found: dict[str, None] = {}
     for path in paths:

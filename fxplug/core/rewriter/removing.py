@@ -44,7 +44,7 @@ def remove(module: TracedModule, name: str) -> TracedModule:
     names = [entry["name"] for entry in entries]
     if entry is None:
         raise SpecError(f"no pass '{name}' is applied here{did_you_mean(name, names)}; there are {', '.join(names) or 'none'}")
-    if replaced := next((site["path"] for site in entry["sites"] if site["place"] == "replace"), None):
+    if (replaced := next((site["path"] for site in entry["sites"] if site["place"] == "replace"), None)) is not None:
         raise SpecError(
             f"'{name}' has replaced '{replaced}', which is no longer in the graph: trace the model again, and apply "
             f"{', '.join(other for other in names if other != name) or 'the other passes'}"
@@ -82,7 +82,7 @@ def _take_out(graph: Graph, name: str) -> None:
                 other.meta["behind"] = value.name
     gone = set(mine)
     for node in mine:
-        if reader := next((user for user in node.users if user not in gone), None):
+        if (reader := next((user for user in node.users if user not in gone), None)) is not None:
             _refuse(name, node, reader)
     for node in graph.nodes:
         if node not in gone and node.op in ("get_attr", "call_module") and str(node.target).startswith(f"{name}."):

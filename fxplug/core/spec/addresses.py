@@ -142,7 +142,7 @@ def _wild(part: str) -> str:
 
 def _names(part: str, text: str) -> list[str]:
     names = [name.strip() for name in part[1:-1].split(",")]
-    if odd := next((name for name in names if ":" in name or "=" in name), None):
+    if (odd := next((name for name in names if ":" in name or "=" in name), None)) is not None:
         raise SpecError(
             f"'{odd}' in {quote(text)}: a slice must be alone in its braces, {{0:12}}; a list of names is {{qkv,proj}}"
         )

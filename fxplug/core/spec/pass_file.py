@@ -286,7 +286,7 @@ def _class_of(read: Source, data: Mapping[str, Any]) -> type[Pass] | None:
     if not others:
         return Pass
     brought = extensions.list_parts("keys")
-    if own := next((key for key in others if key in brought), None):
+    if (own := next((key for key in others if key in brought), None)) is not None:
         return extensions.import_part("keys", own)  # type: ignore[no-any-return]
     if extensions.find_unusable():
         return None

@@ -67,7 +67,7 @@ def merge_live(gm: TracedModule) -> TracedModule:
         home += "_"
     shadows, made = Shadows(names), {}
     for use in plan.changed():
-        if after := next((step for step in use.steps if step.via), None):
+        if (after := next((step for step in use.steps if step.via), None)) is not None:
             raise SpecError(
                 f"'{after.block}' reads what '{after.via}' scales, which merge='live' cannot keep in a weight: use 'fold'"
             )

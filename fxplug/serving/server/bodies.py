@@ -131,7 +131,7 @@ def read_strength(value: Any, *path: str | int) -> Any:
     if not isinstance(value, Mapping):
         return value
     known = ("knots", "over", "between") if "knots" in value else ("value", "blocks")
-    if wrong := next((name for name in value if name not in known), None):
+    if (wrong := next((name for name in value if name not in known), None)) is not None:
         near = f"{did_you_mean(wrong, known)}; there are {', '.join(known)}"
         raise SpecError(f"unknown key {quote(wrong)}{near}", path=path, key=wrong)
     with prefix_path(*path):

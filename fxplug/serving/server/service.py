@@ -281,7 +281,7 @@ def open_served(config: ServerConfig) -> Any:
     if config.adapters.folder is not None:
         for name in config.adapters.models or denoisers:
             passes.setdefault(name, []).append(_make_slots(config))
-    if wrong := next((name for name in passes if name not in models), None):
+    if (wrong := next((name for name in passes if name not in models), None)) is not None:
         raise SpecError(f"the pipeline has no model {quote(wrong)}{did_you_mean(wrong, models)}; it has {', '.join(models)}")
     if passes:
         size = parse_size(config.warm.sizes[0]) if config.warm.sizes else None
