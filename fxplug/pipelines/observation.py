@@ -429,20 +429,21 @@ def _compare_run(pipe: Any, observation: Observation, run: PipelineRun) -> float
         _, given, output = step.calls[-1]
         if changing := [n for n in _list_changed(condition, given) if n not in known]:
             raise refuse(pipe, "condition", f"{', '.join(changing)} of {observation.part} change from step to step")
-        sizes = [flatten_tensors(call[observation.noisy]).numel() for call in (condition, given)]
-        if sizes[0] != sizes[1]:
-            why = f"{observation.noisy} of {observation.part} has {sizes[0]} elements in the first step, and then {sizes[1]}"
+        count, seen = flatten_tensors(given[observation.noisy]).numel(), observation.to_input.index.numel()
+        if count != seen:
+            why = f"{observation.noisy} of {observation.part} has {seen} elements in some steps, and {count} in another"
             raise refuse(pipe, "input", why)
         time = observation.model_time(torch.as_tensor(step.time).double().flatten()[0])
         mapped = observation.to_output(flatten_tensors(output))
         # latents that a pipeline adds to a prediction, for guidance, and takes away again round it
         worst = max(worst, _measure_difference(pipe, "output", mapped, step.prediction, beside=step.sample))
-        pairs = [("input", observation.to_input(step.sample, condition[observation.noisy]), given[observation.noisy])]
+        mapped = observation.to_input(step.sample, condition[observation.noisy])
+        worst = max(worst, _measure_difference(pipe, "input", mapped, given[observation.noisy]))
+        ends = torch.stack([time - observation.offset, torch.as_tensor(observation.offset).double()])  # whose sum rounds
         for name in (observation.time, *observation.also):
             leaves = pytree.tree_leaves(given[name])
             told = torch.as_tensor(next(leaf for leaf in leaves if isinstance(leaf, (Tensor, float, int))))
-            pairs.append(("time", time.expand(told.numel()), told.flatten()))
-        worst = max(worst, *(_measure_difference(pipe, what, mapped, real) for what, mapped, real in pairs))
+            worst = max(worst, _measure_difference(pipe, "time", time.expand(told.numel()), told.flatten(), beside=ends))
     if own and observation.vae in run.decoded:
         mapped = observation.to_decoder(run.finals[observation.place])
         worst = max(worst, _measure_difference(pipe, "VAE", mapped, run.decoded[observation.vae]))
