@@ -475,7 +475,7 @@ def test_export_writes_an_adapter_of_a_slot(tmp_path):
     assert "--adapter is only for --to peft" in run("export", tmp_path / "saved", "--adapter", "ink", code=1)
     for to, merge, finding in (
         ("peft", "ink", "which peft does not support"), ("timm", "ink=x", "must be a number, such as ink=0.8"),
-        ("timm", "ink,ink", "is there twice"), ("timm", "=1", "names no adapter"),
+        ("timm", "ink,ink", "is given twice"), ("timm", "=1", "names no adapter"),
     ):  # fmt: skip
         assert finding in run("export", tmp_path / "saved", "--to", to, "--out", out, "--merge", merge, code=1)
 
