@@ -199,7 +199,7 @@ class Pipeline:
             found = found * (found.std() / (found.std() + 0.1)) if trait == "output rescaled" else found
             found = latents - found * float(t) / 1000 if trait == "clean output" else found
             found = found * 1.05 if trait == "scaled between" and 400 < t < 650 else found
-            if trait == "latents by caption" and prompts[0] == CAPTIONS[0]:
+            if trait == "latents by caption" and len(prompts[0].split()) > 3:
                 latents = latents * 0.98
             latents = self.scheduler.step(found, t, latents, return_dict=False)[0]
         z = latents * self.std + self.mean

@@ -61,7 +61,7 @@ def test_a_changed_byte_is_refused(name, manifest_too, saved):
     with pytest.raises(ArtifactError) as error:
         fxplug.load(saved, digest=known)
     if manifest_too or name == "manifest.json":
-        assert re.search(rf"it has the digest sha256:\w{{64}}, not {known}: it was changed or is another one", str(error.value))
+        assert re.search(rf"it has the digest sha256:\w{{64}}, not {known}: it was changed or is another f", str(error.value))
     else:
         assert f"{name} has changed since it was saved" in str(error.value)
 

@@ -19,7 +19,6 @@ from ..config.run_config import load_config
 from ..config.saved_config import read_saved_config
 from ..core.errors import ArtifactError, SpecError
 from ..core.writing import lock_current_folder
-from .strengths import get_value
 
 if TYPE_CHECKING:
     from ..core.ir.traced_module import TracedModule
@@ -52,7 +51,8 @@ def list_adapters(folder: Saved, allow: Allow = None, as_json: Json = False, deb
         held = module.adapters
         rows = held.active if isinstance(held.active, list) else [held.active]
         if as_json:
-            made = [{"name": name, "weights": [get_value(row.get(name, 0.0)) for row in rows]} for name in held.names]
+            tables = [{name: getattr(strength, "value", strength) for name, strength in row.items()} for row in rows]
+            made = [{"name": name, "weights": [table.get(name, 0.0) for table in tables]} for name in held.names]
             for one in made:  # strengths by block
                 if any(blocks := [getattr(row.get(one["name"]), "blocks", None) or {} for row in rows]):
                     one["blocks"] = blocks

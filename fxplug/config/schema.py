@@ -33,7 +33,8 @@ SETTINGS: Texts = {
 }
 # examples for parameters of passes that neither have one in their file nor a default that is one
 EXAMPLES: Mapping[str, Any] = {
-    "slots": 4, "rank_max": 64, "samples": "timestep", "options": {"scale": 2.0}, "feeds": ["cond"], "exclude_key": "norm",
+    "slots": 4, "rank_max": 64, "samples": "timestep", "groups": "block", "options": {"scale": 2.0}, "feeds": ["cond"],
+    "exclude_key": "norm",
     "inputs": {"cond": {"shape": ["n", 3, "h", "w"]}}, "also": ["conv_out"], "keywords": ["temb"], "mask": [0.5, 1.0],
     "weights": "ip-adapter_sd15.safetensors", "dim": 1, "blocks": 4, "prefix": 1, "split": {"x": 2}, "correct": 1, "steps": 20,
     "classes": 37, "size": 8, "warmup": 2, "clock": "timestep", "branch": 1,
