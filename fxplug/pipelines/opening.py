@@ -261,7 +261,7 @@ def _index(folder: Path) -> dict[str, Any]:
         raise SpecError(f"'{folder / INDEX[0]}' must be a mapping of parts, not {quote(found)}", path=("model", "pipeline"))
     for name, entry in found.items():
         named = isinstance(entry, list) and len(entry) == 2 and all(isinstance(x, str | None) for x in entry)
-        if not named and (isinstance(entry, list) or (folder / name).is_dir()) and not name.startswith("_"):
+        if not named and (folder / name).is_dir() and not name.startswith("_"):  # others are options, lists too
             finding = f"'{folder / INDEX[0]}' must name the library and the class of '{name}', not {quote(entry)}"
             raise SpecError(finding, path=("model", "pipeline"))
     return found
