@@ -18,7 +18,7 @@ import torch
 import fxplug
 from fxplug.core.errors import FxplugError
 from fxplug.training import train_section
-from fxplug.training.task_section import ClassifyOptions, DenoiseOptions, Schedule
+from fxplug.training.task_section import ClassifyOptions, DenoiseOptions, ScheduleOptions
 
 ODD = [
     0, -1, -0.5, 0.5, 1, 2, 3, 1e-320, 1e300, 10**12, 10**400, math.nan, math.inf, -math.inf,
@@ -33,7 +33,8 @@ INNER = {
 OPTIONS = {
     "optimizer": {"adamw": ["betas", "eps", "amsgrad", "lr", "foreach"], "SGD": ["momentum", "nesterov", "dampening"]},
     "scheduler": {
-        **{name: list(Schedule.model_fields) for name in ("constant", "linear", "cosine")}, "StepLR": ["step_size", "gamma"],
+        **{name: list(ScheduleOptions.model_fields) for name in ("constant", "linear", "cosine")},
+        "StepLR": ["step_size", "gamma"],
         "OneCycleLR": ["max_lr", "pct_start", "total_steps"], "CosineAnnealingLR": ["T_max", "eta_min"],
     },
     "task": {"classify": list(ClassifyOptions.model_fields), "denoise": list(DenoiseOptions.model_fields)},

@@ -390,7 +390,10 @@ def test_uploads(client, folder):
         assert client.json("/v1/adapters/new")[0] == 404
     finally:
         client.server.keys, client.key = None, None
-    assert sorted(path.name for path in folder.parent.rglob("*.safetensors") if path.parent.name != "adapters") == []
+    outside = [*folder.glob("*.safetensors"), *folder.parent.glob("*.safetensors"), *folder.parent.parent.glob("*.safetensors")]
+    assert outside == [] and sorted(path.name for path in (folder / "adapters").iterdir() if path.suffix != ".json") == [
+        f"{name}.safetensors" for name in ("broken", "film", "ink", "secret")
+    ]
 
 
 def test_the_client_of_openai(client):
