@@ -144,7 +144,7 @@ class Jobs:
             oldest = next((job for job in self.jobs.values() if job.state in ENDS), None)
             if oldest is None:
                 raise RequestError(f"{len(self.jobs)} jobs run already", 429, code="queue_full", retry=10)
-            self._drop(oldest)
+            self.drop(oldest)
         job = PictureJob(uuid.uuid4().hex, owner, time.time())
         try:
             self.save(job, strict=True)
@@ -152,10 +152,6 @@ class Jobs:
             raise RequestError(f"the job cannot be kept: {error}", 503, code="no_space", retry=60) from None
         self.jobs[job.id] = job
         return job
-
-    def drop(self, job: PictureJob) -> None:
-        """Forget a job that was not accepted."""
-        self._drop(job)
 
     def find(self, name: str, key: ApiKey) -> PictureJob:
         """Find a job of a client. Raises RequestError, 404, for none, and for another client's."""
@@ -186,7 +182,7 @@ class Jobs:
         """Forget what has been kept long enough."""
         end = time.time() - self.settings.keep_s
         for job in [job for job in self.jobs.values() if job.ended is not None and job.ended < end]:
-            self._drop(job)
+            self.drop(job)
         for name in [name for name, picture in self.pictures.items() if picture.made < end]:
             del self.pictures[name]
         kept: list[tuple[float, int, PictureJob | str]] = [
@@ -199,11 +195,12 @@ class Jobs:
                 break
             total -= size
             if isinstance(one, PictureJob):
-                self._drop(one)
+                self.drop(one)
             else:
                 del self.pictures[one]
 
-    def _drop(self, job: PictureJob) -> None:
+    def drop(self, job: PictureJob) -> None:
+        """Forget a job."""
         self.jobs.pop(job.id, None)
         if self.folder is not None:
             (self.folder / f"{job.id}.json").unlink(missing_ok=True)

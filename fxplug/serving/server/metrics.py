@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -80,8 +80,3 @@ def log_request(**fields: Any) -> None:
         **fields: What it says, of plain values.
     """
     LOG.info("%s", json.dumps(fields, default=str))
-
-
-def round_seconds(values: Iterable[float]) -> list[float]:
-    """Round seconds to milliseconds."""
-    return [round(value, 3) for value in values]
