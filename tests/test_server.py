@@ -372,6 +372,15 @@ def upload(client, name, raw, filename="x.safetensors"):
     return client.json("/v1/adapters", body, headers={"Content-Type": "multipart/form-data; boundary=cut"})
 
 
+def test_no_answer_has_the_place_of_the_adapters(client, folder):
+    """Of a broken file its name is told, and of one that is gone when it is read."""
+    (broken,) = [row for row in client.json("/v1/adapters")[1]["data"] if row.get("error")]
+    assert "broken.safetensors" in broken["error"] and str(folder) not in broken["error"]
+    store = client.server.service.store
+    error = client.server._convert_error(SpecError(f"no adapter file or folder '{store.folder}/ink.safetensors'"), "1")
+    assert str(error) == "no adapter file or folder 'ink.safetensors'"
+
+
 def test_uploads(client, folder):
     raw = (folder / "adapters/ink.safetensors").read_bytes()
     assert upload(client, "new", raw)[0] == 403

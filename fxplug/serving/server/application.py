@@ -114,11 +114,17 @@ class Server:
             late = ticket is not None and not ticket.cancels
             return RequestError(str(error), 504 if late else 499, code="deadline" if late else "cancelled")
         if isinstance(error, SpecError):
-            return convert_spec_error(error)
+            found = convert_spec_error(error)
+            return RequestError(self._hide_folder(str(found)), found.status, param=found.param)
         if ticket is not None and not ticket.denoises and not isinstance(error, (MemoryError, OutOfMemoryError)):
-            return RequestError(f"the pipeline refuses this: {error}", code="refused_by_pipeline")
+            return RequestError(f"the pipeline refuses this: {self._hide_folder(str(error))}", code="refused_by_pipeline")
         LOG.error("request %s failed: %s", name, "".join(traceback.format_exception(error)))
         return RequestError(f"the server failed to make this; its log says why, under {name}", 500, code="failed")
+
+    def _hide_folder(self, text: str) -> str:
+        """Take the place of the adapters on this machine out of a text: clients know names alone."""
+        store = self.service.store
+        return text if store is None else text.replace(f"{store.folder}/", "")
 
     # --- pictures
 
@@ -307,7 +313,7 @@ class Server:
 
     async def list_adapters(self, request: Request, key: ApiKey) -> Response:
         """Answer the adapters that the key sees."""
-        return JSONResponse({"data": [_describe_adapter(info) for info in self._infos(key)]})
+        return JSONResponse({"data": [self._describe_adapter(info) for info in self._infos(key)]})
 
     def _find_adapter(self, name: str, key: ApiKey) -> Any:
         infos = {info.name: info for info in self._infos(key)}
@@ -319,7 +325,12 @@ class Server:
         """Answer one adapter, with its trigger words where its file has them."""
         info = self._find_adapter(request.path_params["name"], key)
         words = await asyncio.to_thread(self.service.read_trigger_words, info.name)
-        return JSONResponse(_describe_adapter(info) | ({"trigger_words": words} if words else {}))
+        return JSONResponse(self._describe_adapter(info) | ({"trigger_words": words} if words else {}))
+
+    def _describe_adapter(self, info: Any) -> dict[str, Any]:
+        found = {"name": info.name, "kind": info.kind, "ranks": list(info.ranks), "coverage": dict(info.coverage)}
+        error = self._hide_folder(info.error.replace("\n", " "))
+        return found | {"in_slot": info.in_slot} | ({"error": error} if error else {})
 
     def _check_uploads(self, key: ApiKey) -> None:
         if not self.config.http.uploads or self.service.store is None:
@@ -332,7 +343,7 @@ class Server:
         self._check_uploads(key)
         assert self.service.store is not None
         name = await add_adapter_file(request, self.service.store, self.config.limits.upload_mib << 20)
-        return JSONResponse(_describe_adapter(self._find_adapter(name, key)), 201)
+        return JSONResponse(self._describe_adapter(self._find_adapter(name, key)), 201)
 
     async def remove_adapter(self, request: Request, key: ApiKey) -> Response:
         """Delete an adapter's file; who uses it now goes on."""
@@ -431,11 +442,6 @@ def _event(kind: str, fields: dict[str, Any]) -> bytes:
 
 def _describe_model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "fxplug"}
-
-
-def _describe_adapter(info: Any) -> dict[str, Any]:
-    found = {"name": info.name, "kind": info.kind, "ranks": list(info.ranks), "coverage": dict(info.coverage)}
-    return found | {"in_slot": info.in_slot} | ({"error": info.error.replace("\n", " ")} if info.error else {})
 
 
 async def _answer_unknown(request: Request, error: Any) -> Response:
