@@ -14,7 +14,7 @@ from typing import Any
 
 import diffusers
 import torch
-from fuzz_observation import observe_at_random
+from fuzz_observation import Vae, observe_at_random
 from torch import nn
 
 from fxplug.core.errors import SpecError
@@ -67,16 +67,6 @@ class Encoder(nn.Module):
     def forward(self, prompts: list[str]) -> list[torch.Tensor]:
         return [torch.stack([torch.linspace(0.1, 1, self.width) * (sum(map(ord, word)) % 23 - 11) / 11
                              for word in prompt.split() or ["-"]]) for prompt in prompts]  # fmt: skip
-
-
-class Vae(nn.Module):
-    dtype = torch.float32
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def decode(self, z: torch.Tensor) -> torch.Tensor:
-        return z
 
 
 class Pipeline:
