@@ -200,3 +200,37 @@ def test_files_that_no_gain_expresses_are_refused():
     with pytest.raises(SpecError, match="rank_max=6, the highest of them 9"):
         new.adapters.load("b", {**wide, "vector.lora_magnitude_vector.weight": torch.ones(w.shape[0])})
     assert new.adapters.names == ["a0"]
+
+
+@pytest.mark.filterwarnings("ignore:.*was made beside weights with the digest:UserWarning")  # it is put on others here
+@pytest.mark.parametrize("how", ["written", "loaded", "replaced", "other memory"])
+def test_gains_follow_a_base_that_is_written_or_replaced(how, tmp_path):
+    torch.manual_seed(0)
+    x, weight, dora = torch.randn(3, 8), torch.randn(8, 8), {"at": "0", "rank": 2}
+    alone = fxplug.apply(fxplug.trace(nn.Sequential(nn.Linear(8, 8)), x), fxplug.load_pass("dora", **dora))
+    with torch.no_grad():
+        for name, value in alone.named_parameters():
+            value.add_(torch.randn_like(value) * (0.3 if "dora" in name else 0))
+    fxplug.save_adapter(alone, tmp_path / "a")
+    base = nn.Sequential(nn.Linear(8, 8))
+    gm = fxplug.apply(fxplug.trace(base, x), fxplug.load_pass("dora", **dora, slots=2, per_sample=1))
+    gm.adapters.load("a", tmp_path / "a")
+    gm.adapters.use("a")
+    gm(x)
+    layer = gm.get_submodule("0")
+    if how == "loaded":
+        gm.load_state_dict({**gm.state_dict(), "0.weight": weight.clone()}, assign=True)
+    elif how == "replaced":
+        layer.weight = nn.Parameter(weight.clone())
+    elif how == "written":
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+    else:
+        layer.weight.data = weight.clone()
+    gm.adapters.use("a")
+    with torch.no_grad():
+        base[0].weight.copy_(weight)
+        base[0].bias.copy_(layer.bias)
+    right = fxplug.apply(fxplug.trace(base, x), fxplug.load_pass("dora", **dora))
+    fxplug.load_adapter(right, tmp_path / "a")
+    torch.testing.assert_close(gm(x), right(x), rtol=1e-5, atol=1e-5)

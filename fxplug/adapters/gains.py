@@ -53,19 +53,24 @@ def list_gained(bank: Bank, there: There) -> list[int]:
 
 
 class BaseVersions:
-    """The weights of which gains were made, and which values they had: each time one is written its version is another."""
+    """The weights of which gains were made, and which values they had: one that is written has another version, and one that is
+    replaced is another tensor, or has other memory."""
 
     def __init__(self, banks: Mapping[str, Sequence[Bank]]) -> None:
         self.banks = [bank for rows in banks.values() for bank in rows if bank.has_gain and "magnitude" in bank.parameters]
-        self._known: dict[str, tuple[Tensor, int]] = {}
+        self._known: dict[str, tuple[Tensor, int, int]] = {}
 
     def note(self, banks: Iterable[Bank], there: There) -> None:
         """Store which values the layers of these banks have now."""
         for bank in banks:
             for name, tensor in zip(("weight", "bias"), get_base(bank, there), strict=True):
                 if tensor is not None and not tensor.is_inference():  # nothing counts what is written there
-                    self._known[f"{bank.path}.{name}"] = tensor, version(tensor)
+                    self._known[f"{bank.path}.{name}"] = tensor, tensor.data_ptr(), version(tensor)
 
-    def find_changed(self) -> bool:
-        """Return whether one of the weights was written since."""
-        return any(version(tensor) != number for tensor, number in self._known.values())
+    def find_changed(self, there: There) -> bool:
+        """Return whether one of the weights was written or replaced since."""
+        for name, (tensor, place, number) in self._known.items():
+            now = there(name)
+            if now is not tensor or now.data_ptr() != place or version(now) != number:
+                return True
+        return False
