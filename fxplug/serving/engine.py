@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..core.errors import SpecError, did_you_mean, quote
@@ -26,6 +25,7 @@ from .parked import Cancelled, OwnDraws, RequestThread, StepCount, check_outside
 from .requests import Request, check_call, find_sigma, get_strengths, list_generators, make_call
 from .store import AdapterStore
 from .tickets import QueueFull, Ticket
+from .weight_updates import check_weights, write_weights
 
 LOG = logging.getLogger("fxplug.serving")
 WAIT = 0.05  # seconds that a step waits, where all that is missing is an adapter that is being read
@@ -476,25 +476,6 @@ class Engine:
                 changed then.
         """
         check_outside()
-        pairs = []
-        for key, value in state.items():
-            part, _, name = key.partition(".")
-            if part not in self.models:
-                listed = f"{did_you_mean(part, self.models)}; there are {', '.join(self.models)}"
-                raise SpecError(f"no model {quote(part)}{listed}", key=key)
-            own = self.models[part].state_dict(keep_vars=True)
-            if name not in own:
-                raise SpecError(f"{part} has no tensor {quote(name)}{did_you_mean(name, own)}", key=key)
-            if not isinstance(value, Tensor) or value.shape != own[name].shape:
-                shape = list(value.shape) if isinstance(value, Tensor) else quote(value)
-                raise SpecError(f"{key} must be a tensor of shape {list(own[name].shape)}, not {shape}", key=key)
-            pairs.append((own[name], value))
-        with self._lock, torch.no_grad():
-            before = [target.clone() for target, _ in pairs]
-            try:
-                for target, value in pairs:
-                    target.copy_(value)
-            except BaseException:  # an interrupt, too: all is put back
-                for (target, _), old in zip(pairs, before, strict=True):
-                    target.copy_(old)
-                raise
+        pairs = check_weights(self.models, state)
+        with self._lock:
+            write_weights(pairs)
