@@ -25,7 +25,7 @@ import random_adapters
 import tiny
 
 import fxplug
-from fxplug.serving import AdapterStore, Cancelled, Engine, Request
+from fxplug.serving import AdapterStore, Cancelled, Engine, Region, Request
 
 COST = 250  # a case is some two hundred steps
 SIZE = {"height": 16, "width": 16, "output_type": "latent"}
@@ -121,16 +121,30 @@ def draw_request(draw: random.Random, stop: int | None = None) -> Request:
         return given
 
     more = {} if stop is None else {"callback_on_step_end": callback}
-    return Request(
+    request = Request(
         call={**SIZE, **call, **more}, adapters={f"style{n:04}": draw.choice((0.5, 1.0)) for n in names},
         scheduler=draw.choice(SCHEDULERS), seed=draw.randrange(2),
+    )  # fmt: skip
+    drawn = [draw_region(draw, names) for _ in range(draw.choice((0, 0, 0, 0, 1, 2)))]
+    return request.model_copy(update={"regions": drawn})
+
+
+def draw_region(draw: random.Random, names: list[int]) -> Region:
+    """Draw a region, with words and adapters of its own or without."""
+    side = draw.choice((2, 4, 16))
+    mask = torch.tensor([[draw.choice((0.0, 1.0, draw.random())) for _ in range(side)] for _ in range(side)])
+    own = names if names else draw.sample(range(ADAPTERS), draw.choice((0, 1)))
+    return Region(
+        mask=mask, adapters={f"style{n:04}": draw.choice((0.0, 0.7)) for n in own},
+        call={"prompt": draw.choice(WORDS)} if draw.random() < 0.7 else {},
     )  # fmt: skip
 
 
 def run_alone(engine: Engine, request: Request) -> torch.Tensor:
     """Return its picture with nobody else there, which is made once."""
     call = {key: value for key, value in request.call.items() if "callback" not in key}
-    key = repr((id(engine), sorted(call.items()), sorted(request.adapters.items()), request.scheduler, request.seed))
+    regions = [(one.mask.tolist(), one.adapters, one.call) for one in request.regions]
+    key = repr((id(engine), sorted(call.items()), sorted(request.adapters.items()), request.scheduler, request.seed, regions))
     if key not in known:
         known[key] = engine.submit(request.model_copy(update={"call": call})).result().images
     return known[key]

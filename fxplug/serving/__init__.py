@@ -10,7 +10,7 @@ EXTENSION = Extension(
 )
 NAMES = {
     "AdapterInfo": "adapter_index", "AdapterStore": "store", "Cancelled": "parked", "Engine": "engine", "Lease": "store",
-    "QueueFull": "tickets", "Request": "requests", "Ticket": "tickets",
+    "QueueFull": "tickets", "Region": "requests", "Request": "requests", "Ticket": "tickets",
 }  # fmt: skip
 
 

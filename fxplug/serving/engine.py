@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,13 +15,15 @@ from torch import Tensor, nn
 
 from ..core.errors import SpecError, did_you_mean, quote
 from ..pipelines.pipeline_model import list_denoisers
+from .active import ActiveRequest
 from .checks import check_pipeline, find_scheduler, list_models, read_buckets
 from .forms import CallForms
 from .joint_calls import ModelCaller
 from .learning import CALLBACKS, LearntKind, classify_request, learn_request
 from .model_state import find_change, list_state
-from .parked import Cancelled, OwnDraws, RequestThread, StepCount, check_outside, copy_pipeline, make_stand_in
-from .requests import Request, check_call, find_sigma, get_strengths, list_generators, make_call
+from .parked import Cancelled, OwnDraws, RequestThread, check_outside, copy_pipeline, make_stand_in
+from .regions import RegionGroup, check_regions, make_region_requests
+from .requests import Request, check_call, list_generators, make_call
 from .store import AdapterStore
 from .tickets import QueueFull, Ticket
 from .weight_updates import check_weights, write_weights
@@ -30,36 +31,6 @@ from .weight_updates import check_weights, write_weights
 LOG = logging.getLogger("fxplug.serving")
 WAIT = 0.05  # seconds that a step waits, where all that is missing is an adapter that is being read
 ROWS, QUEUE = 16, 64
-
-
-@dataclass(eq=False)
-class ActiveRequest:
-    """A request that is taken in: its thread, its ticket, and what its rows are made with."""
-
-    ticket: Ticket
-    thread: RequestThread
-    pipe: Any
-    count: StepCount
-    rows: int  # of its largest call so far, or of one of its kind
-    resources: ExitStack  # what ends with it: the pins of its adapters
-    adapters: Mapping[int, frozenset[str]]  # the names of those that a model has, by its `id`
-    parked: int = -1  # when it came to the call at which it waits, in calls
-
-    def mixture(self, model: nn.Module) -> dict[str, Any]:
-        """Return the strengths of its adapters in a model, now."""
-        names = self.adapters.get(id(model), ())
-        asked = {name: value for name, value in self.ticket.request.adapters.items() if name in names}
-        done, scheduler = self.count.steps, getattr(self.pipe, "scheduler", None)
-        return get_strengths(asked, done / max(self.steps, done, 1), lambda: find_sigma(scheduler, done))
-
-    @property
-    def steps(self) -> int:
-        """How many steps its scheduler shall make; 0 before that is known."""
-        made = getattr(self.pipe, "num_timesteps", None) if self.count.steps else 0  # before it is that of an earlier call
-        if isinstance(made, int):
-            return made
-        steps = getattr(getattr(self.pipe, "scheduler", None), "timesteps", None)
-        return 0 if steps is None else len(steps)
 
 
 class Engine:
@@ -134,7 +105,8 @@ class Engine:
         self.fault: BaseException | None = None  # by which the engine's own thread has ended
 
     def __repr__(self) -> str:
-        return f"Engine({', '.join(self.models)}; {len(self._queued)} queued, {len(self._active)} running, {self.calls} calls)"
+        queued, running = self.count_requests()
+        return f"Engine({', '.join(self.models)}; {queued} queued, {running} running, {self.calls} calls)"
 
     # --- requests
 
@@ -160,8 +132,10 @@ class Engine:
             )  # fmt: skip
         pipe = self.pipes[request.task]
         check_call(request, pipe)
+        check_regions(request, pipe)
         find_scheduler(request.scheduler, pipe)
-        self._check_adapters(request)
+        for one in self._list_runs(request):
+            self._check_adapters(one)
         self._check_generators(request)
         ticket = Ticket(request, self._step_by_hand)
         if request.deadline_s is not None:
@@ -224,7 +198,7 @@ class Engine:
 
     def count_requests(self) -> tuple[int, int]:
         """Count the requests that wait to be taken in, and those that run."""
-        return len(self._queued), len(self._active)
+        return len(self._queued), sum(not one.is_region for one in self._active)
 
     def count_denoiser_calls(self) -> tuple[int, int]:
         """Count the calls of denoisers, joint ones and others, and the samples in them."""
@@ -269,7 +243,7 @@ class Engine:
             form.called = self.calls
             with group[0].thread.draws if len(group) == 1 else nullcontext():
                 self.caller.make([(one.thread.call, one.mixture(one.thread.call.model)) for one in group])
-            return ended + [ticket for one in group for ticket in self._resume(one)]
+            return ended + [ticket for one in group for ticket in self._answer(one)]
 
     def _step_by_hand(self) -> bool:
         """Make a step unless a thread does."""
@@ -286,7 +260,7 @@ class Engine:
                 self._queued.remove(ticket)
                 ticket.finish(error=Cancelled(ticket.why_cancelled(now)))
                 ended.append(ticket)
-        for one in [a for a in self._active if a.ticket.why_cancelled(now)]:
+        for one in [a for a in self._active if not a.is_region and a.ticket.why_cancelled(now)]:
             one.thread.cancel()
             ended += self._end(one, Cancelled(one.ticket.why_cancelled(now)))
         return ended
@@ -302,15 +276,16 @@ class Engine:
                 ticket = self._queued[at]
             resources = ExitStack()
             try:
-                if self.store is not None and ticket.request.adapters:
-                    if (lease := self.store.lease(ticket.request.adapters)) is None:
+                names = {name: None for one in self._list_runs(ticket.request) for name in one.adapters}
+                if self.store is not None and names:
+                    if (lease := self.store.lease(names)) is None:
                         ticket.move("waiting")
                         at += 1
                         continue
                     resources.callback(lease.end)
                 with self._queue_lock:
                     self._queued.remove(ticket)
-                active = self._start(ticket, resources)
+                runs = self._start(ticket, resources)
             except Exception as error:  # what the adapters' files or the pipeline's first run raise
                 with self._queue_lock:
                     if ticket in self._queued:
@@ -325,39 +300,61 @@ class Engine:
                     if ticket not in self._queued:
                         self._queued.appendleft(ticket)
                 raise
-            self._active.append(active)
-            ended += self._resume(active)
+            self._active += runs
+            ended += [each for one in runs for each in self._resume(one)]
         return ended
 
-    def _start(self, ticket: Ticket, resources: ExitStack) -> ActiveRequest:
-        request = ticket.request
-        adapters = resources.enter_context(self.caller.pin(request.adapters))
-        kind, pipe = classify_request(request), self.pipes[request.task]
+    def _start(self, ticket: Ticket, resources: ExitStack) -> list[ActiveRequest]:
+        """Make the runs of a request: its own, and one of each region."""
+        request, pipe = ticket.request, self.pipes[ticket.request.task]
         scheduler = find_scheduler(request.scheduler, pipe)
-        if (learnt := self.learnt.get(kind)) is None:
-            learnt = self.learnt[kind] = learn_request(
-                request, pipe, self.stand_ins, self.forms, scheduler, partial(self._note_call, ticket)
-            )
-        rows = learnt.check()
-        used = {name for key, names in adapters.items() if key in learnt.models for name in names}
-        if idle := [name for name in request.adapters if name not in used]:
-            raise SpecError(
-                f"{type(pipe).__name__} calls no model that has {', '.join(idle)} in a way that is seen, so nothing would come "
-                "of it: leave it out", path=("adapters",),
-            )  # fmt: skip
-        call = make_call(request)
-        own, count = copy_pipeline(pipe, self.stand_ins, scheduler)
-        draws = OwnDraws() if list_generators(call) else nullcontext()
-        thread = RequestThread(lambda: own(**call), self.forms.describe, draws)
+        group = RegionGroup(request, pipe) if request.regions else None
+        runs: list[ActiveRequest] = []
+        for each in self._list_runs(request):
+            adapters = resources.enter_context(self.caller.pin(each.adapters))
+            if (learnt := self.learnt.get(kind := classify_request(each))) is None:
+                learnt = self.learnt[kind] = learn_request(
+                    each, pipe, self.stand_ins, self.forms, scheduler, partial(self._note_call, ticket)
+                )
+            rows = learnt.check()
+            used = {name for key, names in adapters.items() if key in learnt.models for name in names}
+            if idle := [name for name in each.adapters if name not in used]:
+                raise SpecError(
+                    f"{type(pipe).__name__} calls no model that has {', '.join(idle)} in a way that is seen, so nothing would "
+                    "come of it: leave it out", path=("adapters",),
+                )  # fmt: skip
+            call = make_call(each)
+            own, count = copy_pipeline(pipe, self.stand_ins, scheduler)
+            draws = OwnDraws() if group is not None or list_generators(call) else nullcontext()
+            thread = RequestThread(partial(own, **call), self.forms.describe, draws)
+            if group is not None:
+                group.runs.append((thread, count))
+            runs.append(ActiveRequest(ticket, each, thread, own, count, rows, resources, adapters, group, is_region=bool(runs)))
         ticket.move("running")
-        return ActiveRequest(ticket, thread, own, count, rows, resources, adapters)
+        return runs
+
+    def _list_runs(self, request: Request) -> list[Request]:
+        return [request, *make_region_requests(request)]
 
     def _note_call(self, ticket: Ticket, model: nn.Module) -> None:
         ticket.denoises |= id(model) in self._denoisers
 
+    def _answer(self, one: ActiveRequest) -> list[Ticket]:
+        """Let a run go on with the result of its call; with regions once those of a denoiser are blended."""
+        if one not in self._active or one.group is None or id(one.thread.call.model) not in self._denoisers:
+            return self._resume(one)
+        try:
+            if not one.group.collect(one.thread):
+                return []
+        except Exception as error:  # of the call, or of runs that are not in step
+            return self._end(one, error)
+        return [ticket for each in [a for a in self._active if a.group is one.group] for ticket in self._resume(each)]
+
     def _resume(self, one: ActiveRequest) -> list[Ticket]:
-        """Let a request go on to its next call; gives its ticket if it has ended."""
-        watched = self.models.values() if any(one.ticket.request.call.get(name) is not None for name in CALLBACKS) else ()
+        """Let a run go on to its next call; gives its ticket if it has ended."""
+        if one not in self._active:  # another run of its request has ended it
+            return []
+        watched = self.models.values() if any(one.request.call.get(name) is not None for name in CALLBACKS) else ()
         before = [(model, list_state(model)) for model in watched if not hasattr(model, "decode")]
         one.thread.resume()
         for model, state in before:
@@ -369,21 +366,31 @@ class Engine:
                 )  # fmt: skip
                 LOG.error("request %s: %s; pictures that are made now may be wrong", one.ticket.id[:8], error)
                 return self._end(one, error)
-        if not one.thread.done:
-            self._note_call(one.ticket, one.thread.call.model)
+        if one.is_region and not one.thread.done and one.thread.call.method == "decode":  # its picture is not asked for
+            one.thread.cancel()
+        if not one.is_region:
             one.ticket.move("running", one.count.steps, one.steps)
-            one.rows = max(one.rows, one.thread.call.rows)
-            self._active.remove(one)
-            self._active.append(one)  # who waits longest is first
-            one.parked = self.calls
-            return []
-        one.ticket.move("running", one.count.steps, one.steps)
-        return self._end(one, one.thread.error)
+        if one.thread.done:
+            return self._end(one, one.thread.error)
+        self._note_call(one.ticket, one.thread.call.model)
+        one.rows = max(one.rows, one.thread.call.rows)
+        self._active.remove(one)
+        self._active.append(one)  # who waits longest is first
+        one.parked = self.calls
+        return []
 
     def _end(self, one: ActiveRequest, error: BaseException | None) -> list[Ticket]:
-        self._active.remove(one)
+        """End a request; where a region has its picture the others go on."""
+        if one not in self._active:
+            return []
+        if one.is_region and error is None:
+            self._active.remove(one)
+            return []
+        for each in [a for a in self._active if a.ticket is one.ticket]:
+            each.thread.cancel()
+            self._active.remove(each)
         one.resources.close()
-        one.ticket.finish(one.thread.result, error)
+        one.ticket.finish(None if one.is_region else one.thread.result, error)
         self._news.set()
         return [one.ticket]
 
@@ -400,11 +407,12 @@ class Engine:
                 return True, one.parked
             return id(call.model) in self._denoisers, forms.form_of(call).called
 
-        head = min(self._active, key=get_priority)
+        waiting = [one for one in self._active if one.group is None or not one.group.is_waiting(one.thread)]
+        head = min(waiting, key=get_priority)
         call, form = head.thread.call, forms.form_of(head.thread.call)
         group, rows = [head], call.rows
         most = self.caller.limit(self.rows, call, form)
-        for one in self._active:
+        for one in waiting:
             other = one.thread.call
             if one is not head and not form.refused and other.key == call.key and rows + other.rows <= most:
                 group.append(one)
@@ -457,7 +465,7 @@ class Engine:
             queued = [self._queued.popleft() for _ in range(len(self._queued))]
         for ticket in queued:
             ticket.finish(error=error)
-        for one in [*self._active]:
+        for one in [a for a in self._active if not a.is_region]:
             one.thread.cancel()
             self._end(one, error)
 

@@ -3,18 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
 import torch
-from pydantic import ConfigDict, Field, ValidationError
+from PIL.Image import Image
+from pydantic import ConfigDict, Field, PlainValidator, ValidationError
 from torch import Tensor
 
 from ..adapters.strengths import Schedule, Strength
 from ..core.errors import SpecError, did_you_mean, quote
-from ..core.spec.yaml_source import Section, check_number, list_findings
+from ..core.spec.yaml_source import Section, check_number, convert_error, list_findings
 from ..pipelines.opening import call_parameters
 
 OWN = {"generator": "seed", "scheduler": "scheduler"}  # arguments that fields of a request stand for
+
+
+def _read_mask(value: Any) -> Tensor:
+    if isinstance(value, Image):
+        value = torch.from_numpy(np.array(value.convert("L"))) / 255
+    mask = value.detach().to(torch.float32) if isinstance(value, Tensor) and not value.is_complex() else None
+    if mask is None or mask.dim() != 2 or not mask.numel() or not bool(((mask >= 0) & (mask <= 1)).all()):
+        found = f"a tensor of the shape {list(mask.shape)}" if mask is not None else quote(value)
+        finding = f"must be a tensor (height, width) of values from 0 to 1, or a grey picture, not {found}"
+        raise convert_error(SpecError(finding))
+    return mask.clone()
+
+
+class Region(Section):
+    """A part of a picture with adapters and prompts of its own.
+
+    Args:
+        mask: Its share at each place: a tensor of the shape (height, width) with values in [0, 1], or a grey picture, white in
+            the region. It has the proportions of the picture that is drawn.
+        adapters: Strengths of adapters, beside the request's and instead of those of the same names.
+        call: Arguments with `prompt` in their names, instead of the request's.
+
+    Raises:
+        SpecError: For an unknown field, with the nearest one, and a mask of other values or dimensions.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    mask: Annotated[Any, PlainValidator(_read_mask)]
+    adapters: dict[str, Any] = Field(default_factory=dict)
+    call: dict[str, Any] = Field(default_factory=dict)
+
+    def __init__(self, **given: Any) -> None:
+        _validate(super().__init__, type(self), given)
+        for name, strength in self.adapters.items():
+            check_strength(strength, "adapters", name)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Height and width of the mask."""
+        height, width = self.mask.shape
+        return height, width
 
 
 class Request(Section):
@@ -26,6 +70,8 @@ class Request(Section):
         scheduler: The name of a class of diffusers that takes the configuration of the pipeline's scheduler; None is its own.
         seed: That of the CPU generator that the call gets; None is none.
         task: Which of the engine's pipelines is called, see `Engine`.
+        regions: Parts of the picture with adapters and prompts of their own. Each is a run of the pipeline, with a row of its
+            own in each call: at each call of the denoiser the results are blended by the masks.
         deadline_s: After so many seconds it is cancelled, at its next call of a model; None is never.
 
     Raises:
@@ -39,16 +85,21 @@ class Request(Section):
     scheduler: str | None = None
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     task: str = ""
+    regions: list[Region] = Field(default_factory=list)
     deadline_s: float | None = Field(default=None, gt=0)
 
     def __init__(self, **given: Any) -> None:
-        try:
-            super().__init__(**given)
-        except ValidationError as error:
-            found = next(list_findings(error, type(self)))
-            raise SpecError(found.text, path=found.path, key=found.key) from None
+        _validate(super().__init__, type(self), given)
         for name, strength in self.adapters.items():
             check_strength(strength, "adapters", name)
+
+
+def _validate(make: Callable[..., None], kind: type[Section], given: Mapping[str, Any]) -> None:
+    try:
+        make(**given)
+    except ValidationError as error:
+        found = next(list_findings(error, kind))
+        raise SpecError(found.text, path=found.path, key=found.key) from None
 
 
 def check_strength(strength: Any, *path: str | int) -> None:

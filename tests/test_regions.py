@@ -1,0 +1,141 @@
+"""Regions of a picture: equal to the plain runs where a mask is 1 or 0, and refused where runs are not in step."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from diffusers import DDIMScheduler
+from fuzz_serving import SIZE, TinyDenoiser, TinyPipeline
+from PIL import Image
+from test_engine import FLUX, SD, ask, make, run
+
+import fxplug
+from fxplug.core.errors import SpecError
+from fxplug.serving import Cancelled, Engine, Region, Request
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def engine():
+    torch.manual_seed(0)
+    pipe = TinyPipeline(TinyDenoiser().eval(), DDIMScheduler(clip_sample=False))
+    slots = fxplug.load_pass("lora", at=["attn.*", "conv_in"], rank=2, slots=2, per_sample=2)
+    pipe = fxplug.rewrite_pipeline(pipe, passes={"unet": [slots]}, prompt="a cat", **SIZE)
+    for seed, name in enumerate(("ink", "film")):
+        torch.manual_seed(seed)
+        adapters = pipe.unet.adapters
+        shapes = {"A": (2, 8), "B": (8, 2)}
+        layers = ("attn.q", "attn.v")
+        adapters.load(name, {f"{at}.lora_{side}.weight": torch.randn(*shapes[side]) for at in layers for side in "AB"})
+    return Engine(pipe, rows=8, buckets=[8])
+
+
+def draw(engine, regions=(), **more):
+    call = {"prompt": "a cat", "num_inference_steps": 3, "guidance_scale": 3.0, **SIZE}
+    given = {"call": call, "seed": 0, "regions": list(regions), **more}
+    (ticket,) = run(engine, [Request(**given)])
+    return ticket.result().images
+
+
+def fill(value, size=16):
+    return torch.full((size, size), value)
+
+
+@pytest.mark.parametrize("name", [SD, FLUX])
+def test_a_mask_of_ones_is_the_regions_own_picture_and_one_of_zeros_is_the_plain_one(name):
+    engine, size = Engine(make(name), rows=8, buckets=[8]), 32 if name == SD else 64
+    plain = ask(name, 0)
+    own = {key: value for key, value in ask(name, 1).call.items() if "prompt" in key}
+    other = plain.model_copy(update={"call": {**plain.call, **own}})
+    half = torch.cat([fill(1.0, size)[:, : size // 2], fill(0.0, size)[:, size // 2 :]], 1)
+    asked = [plain.model_copy(update={"regions": [Region(mask=m, call=own)]}) for m in (fill(1.0, size), fill(0.0), half)]
+    first, second, ones, zeros, both = (ticket.result().images for ticket in run(engine, [plain, other, *asked]))
+    assert torch.equal(ones, second) and torch.equal(zeros, first) and not torch.equal(first, second)
+    left, right = (both[..., : size // 4], both[..., -size // 4 :])
+    assert (left - second[..., : size // 4]).abs().mean() < (left - first[..., : size // 4]).abs().mean()
+    assert (right - first[..., -size // 4 :]).abs().mean() < (right - second[..., -size // 4 :]).abs().mean()
+
+
+def test_a_region_has_adapters_of_its_own_beside_those_of_the_request(engine):
+    plain = draw(engine, adapters={"ink": 1.0})
+    both = draw(engine, adapters={"ink": 0.3, "film": 0.5})
+    assert torch.equal(draw(engine, [Region(mask=fill(0.0), adapters={"film": 0.5})], adapters={"ink": 1.0}), plain)
+    assert torch.equal(draw(engine, [Region(mask=fill(1.0), adapters={"ink": 0.3, "film": 0.5})], adapters={"ink": 1.0}), both)
+    assert not torch.equal(plain, both)
+
+
+def test_masks_that_sum_to_more_share_and_where_they_sum_to_less_the_request_has_the_rest(engine):
+    words = {"prompt": "dog"}
+    twice = draw(engine, [Region(mask=fill(1.0), call=words), Region(mask=fill(1.0), call=words)])
+    assert torch.allclose(twice, draw(engine, call={"prompt": "dog", "num_inference_steps": 3, "guidance_scale": 3.0, **SIZE}))
+    part = draw(engine, [Region(mask=fill(0.5), call=words)])
+    assert torch.allclose(part, draw(engine, [Region(mask=fill(0.25), call=words), Region(mask=fill(0.25), call=words)]))
+    grey = Image.new("L", (16, 16), 255)
+    assert torch.equal(draw(engine, [Region(mask=grey, call=words)]), draw(engine, [Region(mask=fill(1.0), call=words)]))
+
+
+def test_generators_without_a_seed_draw_as_they_would_alone(engine):
+    made = []
+    for regions in ([], [Region(mask=fill(0.0), call={"prompt": "dog"})]):
+        generator = torch.Generator().manual_seed(3)
+        made.append(draw(engine, regions, seed=None, call={"prompt": "blue", "generator": generator, **SIZE}))
+        made.append(generator.get_state())
+    assert torch.equal(made[0], made[2]) and torch.equal(made[1], made[3])
+
+
+@pytest.mark.parametrize(("region", "more", "text"), [
+    ({"mask": fill(1.0, 8)[:4]}, {}, r"regions\[0\]\.mask: the mask has 8 x 4 pixels, and the picture 16 x 16"),
+    ({"mask": fill(1.0), "call": {"guidance_scale": 2.0}}, {}, "cannot change 'guidance_scale'; it can have its own prompt"),
+    ({"mask": fill(1.0), "call": {"promt": ""}}, {}, "did you mean 'prompt'"),
+    ({"mask": fill(1.0)}, {"seed": None}, "seed: regions need a seed"),
+    ({"mask": fill(1.0), "adapters": {"inc": 1.0}}, {}, "did you mean 'ink'"),
+])  # fmt: skip
+def test_what_is_wrong_is_told_by_submit(engine, region, more, text):
+    with pytest.raises(SpecError, match=text):
+        engine.submit(Request(**{"call": {"prompt": "", **SIZE}, "seed": 0, "regions": [Region(**region)], **more}))
+    assert engine.is_idle
+
+
+@pytest.mark.parametrize("mask", [fill(1.5), fill(float("nan")), torch.ones(3), torch.ones(0, 4), None, [[1.0]]])
+def test_a_mask_of_other_values_is_told(mask):
+    with pytest.raises(SpecError, match="must be a tensor"):
+        Region(mask=mask)
+
+
+class Odd(TinyPipeline):
+    """Makes more steps for a longer prompt, or other latents."""
+
+    def __call__(self, prompt, num_inference_steps=2, height=8, width=8, generator=None, **more):
+        steps = 3 if prompt == "red sea" else 2
+        if prompt == "blue":
+            generator.manual_seed(9)
+        return super().__call__(prompt, steps, height=height, width=width, generator=generator, **more)
+
+
+@pytest.mark.parametrize("words", [("", "red sea"), ("red sea", ""), ("", "blue")])
+def test_runs_that_are_not_in_step_are_told_and_others_go_on(engine, words):
+    own = Engine(Odd(engine.models["unet"], DDIMScheduler(clip_sample=False)), rows=8)
+    size, region = {"height": 16, "width": 16}, Region(mask=fill(0.5), call={"prompt": words[1]})
+    plain = Request(call={"prompt": "dog", **size}, seed=1)
+    good, bad = run(own, [plain, Request(call={"prompt": words[0], **size}, seed=0, regions=[region])])
+    with pytest.raises(SpecError, match="other latents|not in step|ends before"):
+        bad.result()
+    assert good.state == "done" and own.is_idle and own.count_requests() == (0, 0)
+    assert not [thread for thread in threading.enumerate() if thread.name == "fxplug request"]
+
+
+def test_a_cancelled_request_takes_its_regions_with_it(engine):
+    call = {"prompt": "dog", "num_inference_steps": 9, **SIZE}
+    ticket = engine.submit(Request(call=call, seed=0, adapters={"ink": 1.0}, regions=[Region(mask=fill(0.5))] * 3))
+    for _ in range(4):
+        engine.step()
+    assert engine.count_requests() == (0, 1) and ticket.state == "running"
+    ticket.cancel()
+    while not engine.is_idle:
+        engine.step()
+    with pytest.raises(Cancelled):
+        ticket.result()
+    engine.models["unet"].adapters.unload("ink")  # no pin is left
