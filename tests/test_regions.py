@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import threading
 
 import pytest
@@ -14,6 +16,12 @@ from test_engine import FLUX, SD, ask, make, run
 import fxplug
 from fxplug.core.errors import SpecError
 from fxplug.serving import Cancelled, Engine, Region, Request
+from fxplug.serving.server.bodies import read_order
+from fxplug.serving.server.errors import RequestError
+from fxplug.serving.server.keys import ANYBODY, ApiKey
+from fxplug.serving.server.picture_files import read_mask
+from fxplug.serving.server.pictures import encode_picture
+from fxplug.serving.server.server_config import ServerConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
@@ -139,3 +147,60 @@ def test_a_cancelled_request_takes_its_regions_with_it(engine):
     with pytest.raises(Cancelled):
         ticket.result()
     engine.models["unet"].adapters.unload("ink")  # no pin is left
+
+
+# --- over HTTP
+
+
+def encode(picture):
+    return base64.b64encode(encode_picture([picture], "png")[0]).decode()
+
+
+WHITE = encode(Image.new("L", (16, 16), 255))
+
+
+def read(engine, regions, key=ANYBODY, **more):
+    config = ServerConfig(model="x", limits={"pixels": 256, "regions": 2, "adapters": 2})
+    body = {"prompt": "a cat", "seed": 0, "size": "16x16", "regions": regions, **more}
+    return read_order(json.dumps(body).encode(), config, engine.pipes[""], ["ink", "film"], key)
+
+
+def test_regions_of_a_body_are_those_of_a_request(engine):
+    region = {"mask": WHITE, "adapters": {"film": 0.5}, "call": {"prompt": "dog"}}
+    (request,) = read(engine, [region, {"mask": "data:image/png;base64," + WHITE}], adapters={"ink": 1.0}).requests
+    first, second = request.regions
+    assert (first.adapters, first.call, second.adapters, second.call) == ({"film": 0.5}, {"prompt": "dog"}, {}, {})
+    assert torch.equal(first.mask, fill(1.0)) and torch.equal(second.mask, fill(1.0))
+
+
+@pytest.mark.parametrize(("picture", "values"), [
+    (Image.new("L", (1, 1), 51), 51), (Image.new("1", (1, 1), 1), 255), (Image.new("RGB", (1, 1), "white"), 255),
+    (Image.new("RGBA", (1, 1), (255, 255, 255, 0)), 0), (Image.new("LA", (1, 1), (255, 102)), 102),
+    (Image.new("RGBA", (1, 1), "black"), 0),
+])  # fmt: skip
+def test_white_is_the_region_and_what_is_transparent_is_not(picture, values):
+    assert read_mask(picture).getpixel((0, 0)) == values
+
+
+@pytest.mark.parametrize(("regions", "status", "param", "text"), [
+    ([{"mask": WHITE}] * 3, 400, "regions", "3 regions"),
+    ([{}], 400, "regions[0]", "missing key 'mask'"),
+    ([{"mask": WHITE}, {"mask": "?"}], 400, "regions[1].mask", "no base64"),
+    ([{"mask": 1}], 400, "regions[0].mask", "a picture in base64"),
+    ([{"mask": base64.b64encode(b"GIF89a").decode()}], 400, "regions[0].mask", "no picture of PNG"),
+    ([{"mask": WHITE[:60]}], 400, "regions[0].mask", "no picture of PNG"),
+    ([{"mask": encode(Image.new("L", (16, 8)))}], 400, "regions[0].mask", "is 16x8, and the picture 16x16"),
+    ([{"mask": encode(Image.new("1", (80, 80)))}], 400, "regions[0].mask", "the limit is 4096"),
+    ([{"mask": encode(Image.new("I;16", (16, 16)))}], 400, "regions[0].mask", "more than 8 bits"),
+    ([{"mask": WHITE, "call": {"prompt": 1}}], 400, "regions[0].call.prompt", "must be a text"),
+    ([{"mask": WHITE, "call": {"guidance_scale": 1.0}}], 400, "regions[0].call.guidance_scale", "a region cannot change"),
+    ([{"mask": WHITE, "call": {"promt": ""}}], 400, "regions[0].call.promt", "did you mean 'prompt'"),
+    ([{"mask": WHITE, "adapters": {"inc": 1}}], 404, "regions[0].adapters.inc", "did you mean 'ink'"),
+    ([{"mask": WHITE, "adapters": {"film": 1}}], 404, "regions[0].adapters.film", "no adapter 'film'"),
+    ([{"mask": WHITE, "adapters": {"ink": "1"}}], 400, "regions[0].adapters.ink", "must be a number"),
+    ({"mask": WHITE}, 400, "regions", "list"),
+])  # fmt: skip
+def test_regions_that_are_wrong_are_told_by_field(engine, regions, status, param, text):
+    with pytest.raises(RequestError, match=".*") as caught:
+        read(engine, regions, ApiKey(adapters="i*") if status == 404 else ANYBODY)
+    assert (caught.value.status, caught.value.param) == (status, param) and text in str(caught.value), caught.value

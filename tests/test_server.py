@@ -32,7 +32,7 @@ from fxplug.serving.server.application import Server
 from fxplug.serving.server.errors import RequestError
 from fxplug.serving.server.jobs import RESTARTED, Jobs
 from fxplug.serving.server.keys import ANYBODY, read_keys
-from fxplug.serving.server.pictures import Preview
+from fxplug.serving.server.pictures import Preview, encode_picture
 from fxplug.serving.server.running import bind, serve
 from fxplug.serving.server.server_config import JobSettings, load_server_config
 from fxplug.serving.server.service import Service
@@ -346,6 +346,7 @@ def test_keys_that_are_none(tmp_path, text, finding):
         read_keys(tmp_path / "keys")
 
 
+MASK = base64.b64encode(encode_picture([Image.new("L", (32, 32), 200)], "png")[0]).decode()
 VALUES = [None, True, -1, 0, 1e308, 2**63, 10**300, "", "x" * 30_000, [], {}, {"a": 1}, "NaN", "1", 1.5, "a/../b", "1x1"]
 VALUES += [{"knots": [[0, 1], [0.5, {"value": 2}]]}, {"knots": []}, {"blocks": {"": 1}}, {"": 1}, {"knots": [], "": 1}]
 NAMES = (
@@ -357,7 +358,9 @@ NAMES = (
 def make_body(rng):
     """A body in which a value is another one, and which may be cut or have other bytes."""
     body = ASK | {"call": {}, "adapters": {"ink": 0.5}, "n": 1, "model": "base", "scheduler": None, "deadline_s": 9}
-    place = rng.choice([body, body["call"], body["adapters"]])
+    region = {"mask": MASK, "adapters": {}, "call": {}} | {rng.choice(["mask", "call", "cal"]): rng.choice([MASK, *VALUES])}
+    body |= {"regions": [region]} if rng.random() < 0.2 else {}
+    place = rng.choice([body, body["call"], body["adapters"], region["adapters"]])
     place[rng.choice(list(body) if place is body else NAMES)] = rng.choice(VALUES)
     raw = bytearray(json.dumps(body).encode())
     if rng.random() < 0.2:

@@ -16,9 +16,11 @@ from ...core.errors import SpecError, did_you_mean, format_path, prefix_path, qu
 from ...core.reading import parse_json
 from ...core.spec.yaml_source import Section, check_finite, validate
 from ...pipelines.opening import call_parameters
-from ..requests import Request, check_strength
+from ..regions import check_regions
+from ..requests import Region, Request, check_strength
 from .errors import RequestError, convert_spec_error
 from .keys import ApiKey
+from .picture_files import decode_base64, decode_picture, read_mask
 from .server_config import ServerConfig, Size, parse_size
 
 IGNORED = ("quality", "style", "background", "moderation", "output_compression", "user")  # of OpenAI's
@@ -31,6 +33,14 @@ STEPS = ("num_inference_steps",)
 WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 SEEDS = 2**63
 TEXT = 20_000  # characters of a text
+
+
+class RegionBody(Section):
+    """A part of a picture, with prompts and adapters of its own."""
+
+    mask: Any
+    adapters: dict[str, Any] = Field(default_factory=dict)
+    call: dict[str, Any] = Field(default_factory=dict)
 
 
 class ImageBody(Section):
@@ -48,6 +58,7 @@ class ImageBody(Section):
     adapters: dict[str, Any] = Field(default_factory=dict)
     scheduler: str | None = None
     seed: int | None = Field(default=None, ge=0, lt=SEEDS)
+    regions: list[RegionBody] = Field(default_factory=list)
     deadline_s: float | None = Field(default=None, gt=0)
 
 
@@ -86,12 +97,14 @@ def read_order(data: bytes, config: ServerConfig, pipe: Any, adapters: Sequence[
     given = {name: item for name, item in value.items() if item is not None and name not in IGNORED}
     try:
         body = validate(ImageBody, given)
-        check_finite(dict(body.adapters), "adapters")
         check_finite(dict(body.call), "call")
-        named = {name: read_strength(value, "adapters", name) for name, value in body.adapters.items()}
-        names = {**_read_model(body.model, adapters, key), **named}
-        _check_adapters(names, config, adapters, key)
+        names = {**_read_model(body.model, adapters, key), **_read_adapters(body.adapters, adapters, key)}
         call, size = _make_call(body, config, pipe)
+        regions = _read_regions(body.regions, config, pipe, size, adapters, key)
+        for mixture in (names, *({**names, **region.adapters} for region in regions)):
+            if len(mixture) > config.limits.adapters:
+                found = f"{len(mixture)} adapters, and a request may have {config.limits.adapters}"
+                raise SpecError(found, path=("adapters",))
         scheduler = _read_scheduler(body.scheduler, config, pipe)
         if body.stream and body.n > 1:
             raise SpecError("one picture is streamed at a time: leave n out", path=("n",))
@@ -104,9 +117,14 @@ def read_order(data: bytes, config: ServerConfig, pipe: Any, adapters: Sequence[
         seconds = min(config.limits.seconds, body.deadline_s or config.limits.seconds)
         takes_seed = "generator" in call_parameters(pipe)
         requests = [
-            Request(call=call, adapters=names, scheduler=scheduler, seed=seed if takes_seed else None, deadline_s=seconds)
+            Request(
+                call=call, adapters=names, scheduler=scheduler, seed=seed if takes_seed else None, deadline_s=seconds,
+                regions=regions,
+            )
             for seed in seeds
-        ]
+        ]  # fmt: skip
+        for request in requests[:1]:
+            check_regions(request, pipe)
     except SpecError as error:
         raise convert_spec_error(error) from None
     return PictureOrder(
@@ -151,16 +169,40 @@ def _read_model(model: str, adapters: Sequence[str], key: ApiKey) -> dict[str, f
     return {name: 1.0} if colon else {}
 
 
-def _check_adapters(names: Mapping[str, Any], config: ServerConfig, adapters: Sequence[str], key: ApiKey) -> None:
-    known = key.filter(adapters)
-    for name, strength in names.items():
+def _read_adapters(given: Mapping[str, Any], adapters: Sequence[str], key: ApiKey, *path: str | int) -> dict[str, Any]:
+    """Read the strengths of adapters that this client may use."""
+    check_finite(dict(given), *path, "adapters")
+    known, found = key.filter(adapters), {}
+    for name, value in given.items():
         if name not in known:
             near = did_you_mean(name, known) if known else "; there are none"
-            where = format_path(("adapters", name))
+            where = format_path((*path, "adapters", name))
             raise RequestError(f"no adapter {quote(name)}{near}", 404, param=where, code="adapter_not_found")
-        check_strength(strength, "adapters", name)
-    if len(names) > config.limits.adapters:
-        raise SpecError(f"{len(names)} adapters, and a request may have {config.limits.adapters}", path=("adapters",))
+        found[name] = read_strength(value, *path, "adapters", name)
+        check_strength(found[name], *path, "adapters", name)
+    return found
+
+
+def _read_regions(
+    bodies: Sequence[RegionBody], config: ServerConfig, pipe: Any, size: Size | None, adapters: Sequence[str], key: ApiKey
+) -> list[Region]:
+    if len(bodies) > config.limits.regions:
+        raise SpecError(f"{len(bodies)} regions, and a request may have {config.limits.regions}", path=("regions",))
+    kind: type = type(pipe)
+    allowed = find_plain_arguments(kind) | ({"prompt": [str]} if "prompt" in call_parameters(pipe) else {})
+    found = []
+    for at, body in enumerate(bodies):
+        with prefix_path("regions", at):
+            check_finite(dict(body.call), "call")
+            with prefix_path("mask"):
+                picture = decode_picture(decode_base64(body.mask), 16 * config.limits.pixels)
+                if size is not None and picture.size != size:
+                    sides = "x".join(map(str, picture.size))
+                    raise SpecError(f"is {sides}, and the picture {size[0]}x{size[1]}: send one of its size")
+            call = _read_arguments(body.call, allowed, pipe)
+        names = _read_adapters(body.adapters, adapters, key, "regions", at)
+        found.append(Region(mask=read_mask(picture), adapters=names, call=call))
+    return found
 
 
 def _read_scheduler(name: str | None, config: ServerConfig, pipe: Any) -> str | None:
@@ -179,20 +221,7 @@ def _make_call(body: ImageBody, config: ServerConfig, pipe: Any) -> tuple[dict[s
     known = call_parameters(pipe)
     call = {**config.call}
     kind: type = type(pipe)
-    allowed = find_plain_arguments(kind)
-    for name, value in body.call.items():
-        if name not in allowed:
-            why = ", which is set by the server" if name in OWN and name in known else ""
-            near = f"{did_you_mean(name, allowed)}; a request can give {', '.join(allowed)}"
-            finding = f"{type(pipe).__name__} is not called with {quote(name)}{why}{near}"
-            raise SpecError(finding, path=("call",), key=name)
-        if value is None:  # as if it were not there
-            continue
-        kinds = allowed[name]
-        if type(value) not in kinds and not (type(value) is int and float in kinds):
-            raise SpecError(f"must be {' or '.join(WORDS[kind] for kind in kinds)}, not {quote(value)}", path=("call", name))
-        _check_plain(value, "call", name)
-        call[name] = value
+    call |= _read_arguments(body.call, find_plain_arguments(kind), pipe)
     if body.prompt is not None:
         if "prompt" not in known:
             raise SpecError(f"{type(pipe).__name__} takes no prompt: leave it out", path=("prompt",))
@@ -209,6 +238,25 @@ def _make_call(body: ImageBody, config: ServerConfig, pipe: Any) -> tuple[dict[s
             raise SpecError(f"{type(pipe).__name__} takes no size: leave it out", path=("size",))
         call["width"], call["height"] = size
     return call, size
+
+
+def _read_arguments(given: Mapping[str, Any], allowed: Mapping[str, list[type]], pipe: Any) -> dict[str, Any]:
+    """Read plain arguments of the pipeline's call; null is as if it were not there."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in allowed:
+            why = ", which is set by the server" if name in OWN and name in call_parameters(pipe) else ""
+            near = f"{did_you_mean(name, allowed)}; a request can give {', '.join(allowed)}"
+            finding = f"{type(pipe).__name__} is not called with {quote(name)}{why}{near}"
+            raise SpecError(finding, path=("call",), key=name)
+        if value is None:
+            continue
+        kinds = allowed[name]
+        if type(value) not in kinds and not (type(value) is int and float in kinds):
+            raise SpecError(f"must be {' or '.join(WORDS[kind] for kind in kinds)}, not {quote(value)}", path=("call", name))
+        _check_plain(value, "call", name)
+        found[name] = value
+    return found
 
 
 @cache

@@ -76,6 +76,7 @@ class LimitSettings(Section):
     steps: int = declare(100, "steps", 50, ge=1)
     n: int = declare(4, "pictures of one request", 1, ge=1)
     adapters: int = declare(4, "adapters of one request", 2, ge=0)
+    regions: int = declare(4, "regions of one request", 2, ge=0)
     body_mib: int = declare(20, "MiB of a body", 1, ge=1)
     upload_mib: int = declare(2048, "MiB of an adapter that is uploaded", 256, ge=1)
     seconds: float = declare(300.0, "seconds after which a request is cancelled", 60.0, gt=0)
