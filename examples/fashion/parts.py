@@ -44,6 +44,7 @@ class SpaceToDepth(ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(self, in_channels: int = 1) -> None:
         super().__init__()
+        self.register_buffer("place", torch.zeros(()), persistent=False)  # `pipe.to` asks each model for a dtype and device
 
     def encode(self, image: Tensor) -> Tensor:
         return F.pixel_unshuffle(image, 2)

@@ -19,7 +19,7 @@ from .active import ActiveRequest
 from .checks import check_pipeline, find_scheduler, list_models, read_buckets
 from .forms import CallForms
 from .joint_calls import ModelCaller
-from .learning import CALLBACKS, LearntKind, classify_request, learn_request
+from .learning import CALLBACKS, LearntKind, ReadOnlyCallback, classify_request, learn_request
 from .model_state import find_change, list_state
 from .parked import Cancelled, OwnDraws, RequestThread, check_outside, copy_pipeline, make_stand_in
 from .regions import RegionGroup, check_regions, make_region_requests
@@ -354,7 +354,9 @@ class Engine:
         """Let a run go on to its next call; gives its ticket if it has ended."""
         if one not in self._active:  # another run of its request has ended it
             return []
-        watched = self.models.values() if any(one.request.call.get(name) is not None for name in CALLBACKS) else ()
+        callbacks = [one.request.call.get(name) for name in CALLBACKS]
+        foreign = any(each is not None and not isinstance(each, ReadOnlyCallback) for each in callbacks)
+        watched = self.models.values() if foreign else ()
         before = [(model, list_state(model)) for model in watched if not hasattr(model, "decode")]
         one.thread.resume()
         for model, state in before:

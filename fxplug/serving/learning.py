@@ -21,6 +21,17 @@ CALLBACKS = ("callback_on_step_end", "callback")
 STEPS = 2  # of a short run
 
 
+@dataclass(frozen=True)
+class ReadOnlyCallback:
+    """A callback of whoever runs the engine, which writes into no model: models are not compared before and after it."""
+
+    function: Callable[..., dict[str, Any]]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Call it with what a pipeline gives at the end of a step."""
+        return self.function(*args, **kwargs)
+
+
 @dataclass
 class LearntKind:
     """What is known of a kind of request: the rows of its largest call, the `id` of each model called, or why it is refused."""

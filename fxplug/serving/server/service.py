@@ -24,6 +24,7 @@ from ...pipelines.recorded_run import get_components
 from ...pipelines.rewriting import rewrite_pipeline
 from ..checks import find_scheduler
 from ..engine import Engine
+from ..learning import ReadOnlyCallback
 from ..requests import Request
 from ..store import AdapterStore, Lease
 from ..tickets import QueueFull, Ticket
@@ -169,7 +170,7 @@ class Service:
                 made += 1
             return {}
 
-        return request.model_copy(update={"call": {**request.call, "callback_on_step_end": draw}})
+        return request.model_copy(update={"call": {**request.call, "callback_on_step_end": ReadOnlyCallback(draw)}})
 
     # --- the warm-up
 
@@ -207,7 +208,7 @@ class Service:
                 seen[:] = [kwargs["latents"]] if isinstance(kwargs.get("latents"), Tensor) else []
                 return {}
 
-            call["callback_on_step_end"] = look
+            call["callback_on_step_end"] = ReadOnlyCallback(look)
         return Request(call=call, seed=0 if "generator" in known else None), seen
 
     def _run(self, calls: Sequence[tuple[Request, list[Tensor]]]) -> list[tuple[Tensor | None, Image.Image]]:
