@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from diffusers import ControlNetModel
 from PIL import Image
 
 from fxplug.core.errors import SpecError
@@ -41,6 +42,7 @@ CONFIG = """
 model: served:make
 device: cpu
 adapters: {folder: adapters, at: ["**.to_q", "**.to_v"], slots: 2, per_sample: 2, rank_max: 4, groups: block}
+controls: {canny: canny}
 engine: {rows: 4, queue: 6, schedulers: [EulerDiscreteScheduler]}
 limits: {steps: 60, pixels: 4096, body_mib: 1, n: 3, adapters: 2}
 http: {port: 0, uploads: true}
@@ -72,6 +74,7 @@ def write_folder(made):
         file = tiny.lora(tiny.pipeline("StableDiffusionPipeline"), f"server_{name}", seed=seed, unet=["to_q", "to_v"])
         shutil.copy(file / "pytorch_lora_weights.safetensors", made / f"adapters/{name}.safetensors")
     (made / "adapters/broken.safetensors").write_bytes(b"\x10" * 40)
+    ControlNetModel.from_unet(tiny.unet()).save_pretrained(made / "canny")
     (made / "served.py").write_text(textwrap.dedent(MADE.format(tiny=str(Path(tiny.__file__).parent))))
     (made / "serve.yaml").write_text(CONFIG)
     (made / "keys.txt").write_text("# who\nboss admin\nguest adapters=[!s]*\n")

@@ -26,6 +26,7 @@ from ...core.errors import SpecError, did_you_mean, quote
 from ..parked import Cancelled
 from ..tickets import Ticket
 from .bodies import PictureOrder, read_order
+from .edits import read_edit
 from .errors import RequestError, convert_spec_error
 from .jobs import ENDS, Jobs, PictureJob, encode_base64, follow
 from .keys import ApiKey, find_key
@@ -54,6 +55,7 @@ class Server:
         """Make the ASGI application."""
         routes = [
             Route("/v1/images/generations", self._wrap(Server.create_images), methods=["POST"]),
+            Route("/v1/images/edits", self._wrap(Server.create_edits), methods=["POST"]),
             Route("/v1/pictures/{name}", self._wrap(Server.get_picture), methods=["GET"]),
             Route("/v1/jobs", self._wrap(Server.create_job), methods=["POST"]),
             Route("/v1/jobs/{name}", self._wrap(Server.get_job), methods=["GET"]),
@@ -134,7 +136,14 @@ class Server:
 
     async def create_images(self, request: Request, key: ApiKey) -> Response:
         """Answer a request for pictures, at once or as a stream."""
-        order = await self._read_order(request, key)
+        return await self._draw(request, await self._read_order(request, key), key)
+
+    async def create_edits(self, request: Request, key: ApiKey) -> Response:
+        """Answer a request for pictures that are drawn from another one, within a mask, or along a control image."""
+        raw = await read_body(request, self.config.limits.body_mib << 20)
+        return await self._draw(request, await read_edit(raw, request.headers, self.service, key), key)
+
+    async def _draw(self, request: Request, order: PictureOrder, key: ApiKey) -> Response:
         if order.stream:
             return self._stream(request, order, key)
         accepted = self.service.submit(order, key, self._count_keys())
@@ -202,6 +211,7 @@ class Server:
                 loop.call_soon_threadsafe(previews.put_nowait, (number, picture))
 
         accepted = self.service.submit(order, key, self._count_keys(), show)
+        kind = "image_edit" if order.requests[0].task else "image_generation"
 
         async def watch() -> None:
             await self._wait(accepted)
@@ -213,12 +223,12 @@ class Server:
                 while (item := await previews.get()) is not None:
                     raw, _ = await asyncio.to_thread(encode_picture, [item[1]], order.format)
                     text = {"b64_json": encode_base64(raw), "partial_image_index": item[0], "created_at": int(time.time())}
-                    yield _event("image_generation.partial_image", text)
+                    yield _event(f"{kind}.partial_image", text)
                 await task
                 facts: dict[str, Any] = {}
                 try:
                     for row in await self._collect(accepted, request.state.id, facts):
-                        yield _event("image_generation.completed", {**row, "created_at": int(accepted.created)})
+                        yield _event(f"{kind}.completed", {**row, "created_at": int(accepted.created)})
                 except RequestError as error:
                     yield _event("error", error.describe())
                 log_request(id=request.state.id, path=request.url.path, event="end of stream", **facts)

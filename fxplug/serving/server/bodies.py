@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
 
 from pydantic import Field
@@ -27,7 +28,7 @@ IGNORED = ("quality", "style", "background", "moderation", "output_compression",
 OWN = (  # arguments of pipelines that the server sets, or that are no plain values
     "height", "width", "num_images_per_prompt", "num_videos_per_prompt", "generator", "latents", "output_type", "return_dict",
     "callback", "callback_steps", "callback_on_step_end", "callback_on_step_end_tensor_inputs", "cross_attention_kwargs",
-    "joint_attention_kwargs", "attention_kwargs", "timesteps", "sigmas", "prompt",
+    "joint_attention_kwargs", "attention_kwargs", "timesteps", "sigmas", "prompt", "strength",
 )  # fmt: skip
 STEPS = ("num_inference_steps",)
 WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
@@ -76,7 +77,7 @@ class PictureOrder:
 
 
 def read_order(data: bytes, config: ServerConfig, pipe: Any, adapters: Sequence[str], key: ApiKey) -> PictureOrder:
-    """Read a body.
+    """Read a body of JSON.
 
     Args:
         data: The body.
@@ -94,12 +95,41 @@ def read_order(data: bytes, config: ServerConfig, pipe: Any, adapters: Sequence[
     value = parse_json(data, lambda finding: RequestError(f"the body {finding}"))
     if not isinstance(value, Mapping):
         raise RequestError(f"the body must be an object of JSON, not {quote(value)}")
-    given = {name: item for name, item in value.items() if item is not None and name not in IGNORED}
+    return make_order(value, config, pipe, adapters, key)
+
+
+def make_order(
+    fields: Mapping[str, Any],
+    config: ServerConfig,
+    pipe: Any,
+    adapters: Sequence[str],
+    key: ApiKey,
+    task: str = "",
+    pictures: Mapping[str, Any] = MappingProxyType({}),
+) -> PictureOrder:
+    """Make an order of the fields of a body.
+
+    Args:
+        fields: The fields.
+        config: That of the server.
+        pipe: The pipeline of the task.
+        adapters: The names of the adapters that there are.
+        key: That of the client.
+        task: The engine's name of the pipeline.
+        pictures: Further arguments of its call: what it draws from.
+
+    Returns:
+        What is asked for.
+
+    Raises:
+        RequestError: 400 with the field, 404 for an adapter.
+    """
+    given = {name: item for name, item in fields.items() if item is not None and name not in IGNORED}
     try:
         body = validate(ImageBody, given)
         check_finite(dict(body.call), "call")
         names = {**_read_model(body.model, adapters, key), **_read_adapters(body.adapters, adapters, key)}
-        call, size = _make_call(body, config, pipe)
+        call, size = _make_call(body, config, pipe, bool(pictures))
         regions = _read_regions(body.regions, config, pipe, size, adapters, key)
         for mixture in (names, *({**names, **region.adapters} for region in regions)):
             if len(mixture) > config.limits.adapters:
@@ -118,13 +148,12 @@ def read_order(data: bytes, config: ServerConfig, pipe: Any, adapters: Sequence[
         takes_seed = "generator" in call_parameters(pipe)
         requests = [
             Request(
-                call=call, adapters=names, scheduler=scheduler, seed=seed if takes_seed else None, deadline_s=seconds,
-                regions=regions,
+                call={**call, **pictures}, adapters=names, scheduler=scheduler, seed=seed if takes_seed else None,
+                deadline_s=seconds, regions=regions, task=task,
             )
             for seed in seeds
         ]  # fmt: skip
-        for request in requests[:1]:
-            check_regions(request, pipe)
+        check_regions(requests[0], pipe)
     except SpecError as error:
         raise convert_spec_error(error) from None
     return PictureOrder(
@@ -216,10 +245,13 @@ def _read_scheduler(name: str | None, config: ServerConfig, pipe: Any) -> str | 
     return name
 
 
-def _make_call(body: ImageBody, config: ServerConfig, pipe: Any) -> tuple[dict[str, Any], Size | None]:
-    """Make the arguments of the pipeline, and the size of the picture, None where it is the pipeline's own."""
+def _make_call(body: ImageBody, config: ServerConfig, pipe: Any, sized: bool) -> tuple[dict[str, Any], Size | None]:
+    """Make the arguments of the pipeline, and the size of the picture, None where it is the pipeline's own.
+
+    `sized` says that what is drawn from has this size.
+    """
     known = call_parameters(pipe)
-    call = {**config.call}
+    call = {name: value for name, value in config.call.items() if name in known}
     kind: type = type(pipe)
     call |= _read_arguments(body.call, find_plain_arguments(kind), pipe)
     if body.prompt is not None:
@@ -234,9 +266,10 @@ def _make_call(body: ImageBody, config: ServerConfig, pipe: Any) -> tuple[dict[s
             raise SpecError(f"must be a whole number from 1 to {config.limits.steps}, not {quote(steps)}", path=("call", name))
     size = _read_size(body.size, config)
     if size is not None:
-        if "width" not in known or "height" not in known:
+        if "width" in known and "height" in known:
+            call["width"], call["height"] = size
+        elif not sized:
             raise SpecError(f"{type(pipe).__name__} takes no size: leave it out", path=("size",))
-        call["width"], call["height"] = size
     return call, size
 
 

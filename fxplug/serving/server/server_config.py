@@ -142,6 +142,7 @@ class ServerConfig(Section):
     quantize: Literal["int8", "nf4"] | None = declare(None, "how the linear layers of the denoisers are quantised", "int8")
     call: dict[str, Any] = declare({}, "arguments of the pipeline that requests need not give", {"guidance_scale": 3.5})
     adapters: AdapterSettings = declare(AdapterSettings(**{}), "adapters in a folder", {"folder": "adapters/"})
+    controls: dict[str, Text] = declare({}, "folders of ControlNets, by the name that an edit gives", {"canny": "canny/"})
     engine: EngineSettings = declare(EngineSettings(), "how requests are run", {"rows": 8})
     limits: LimitSettings = declare(LimitSettings(), "what a request may ask for", {"steps": 50})
     http: HttpSettings = declare(HttpSettings(), "the address, and who may use it", {"port": 8080})
@@ -175,7 +176,10 @@ def load_server_config(source: str | Path, set: Sequence[str] = ()) -> ServerCon
     is_file = str(source).endswith((".yaml", ".yml"))
     config, _, base = read_settings(ServerConfig, source if is_file else {"model": str(source)}, set)
     config._folder = base
-    for path, place in ((("adapters", "folder"), config.adapters.folder), (("http", "keys"), config.http.keys)):
+    places: list[tuple[tuple[str, ...], str | None]] = [
+        (("adapters", "folder"), config.adapters.folder), (("http", "keys"), config.http.keys)
+    ]  # fmt: skip
+    for path, place in places + [(("controls", name), folder) for name, folder in config.controls.items()]:
         if place is not None and not (base / place).exists():
             raise SpecError(f"'{place}': {describe_missing(base / place)}", path=path)
     return config

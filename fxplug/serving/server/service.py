@@ -33,6 +33,7 @@ from .errors import RequestError
 from .keys import ApiKey
 from .pictures import Preview, list_pictures
 from .server_config import ServerConfig, Size, parse_size
+from .tasks import make_tasks
 
 LOG = logging.getLogger("fxplug.serving")
 STEPS = 4  # of a call that warms up
@@ -88,11 +89,14 @@ class Service:
         self.pipe = open_served(config)
         for name in config.engine.schedulers:
             find_scheduler(name, self.pipe)
+        tasks = make_tasks(self.pipe, {name: config.base / folder for name, folder in config.controls.items()})
+        self.pipes = {"": self.pipe, **tasks}
         self.store = _make_store(config, self.pipe)
         engine = config.engine
         self.engine = Engine(
-            self.pipe, store=self.store, rows=engine.rows, queue=engine.queue, buckets=engine.buckets, compile=engine.compile
-        )
+            self.pipe, also=tasks, store=self.store, rows=engine.rows, queue=engine.queue, buckets=engine.buckets,
+            compile=engine.compile,
+        )  # fmt: skip
         self.ready = threading.Event()
         self.fault = ""
         self.previews: dict[Size | None, Preview] = {}
@@ -153,7 +157,7 @@ class Service:
 
     def _with_previews(self, request: Request, order: PictureOrder, show: PreviewShown) -> Request:
         """Add to a request what draws its previews, where the pipeline tells its latents at each step."""
-        if not order.previews or "callback_on_step_end" not in call_parameters(self.pipe):
+        if not order.previews or "callback_on_step_end" not in call_parameters(self.pipes[request.task]):
             return request
         preview = self.previews.get(order.size) or next(iter(self.previews.values()), None)
         size = order.size or next(iter(size for size in self.previews if size), None)
