@@ -79,6 +79,19 @@ def test_sizes_are_asked_within_the_graph_and_no_graph_is_made_twice(tmp_path):
     assert result.module._variants.retrace is not None
 
 
+class Decides(torch.nn.Module):
+    """Makes a tensor on the CPU, wherever its input is, before it decides by a size."""
+
+    def forward(self, x):
+        y = x.relu() + torch.arange(2)
+        return y * 2 if y.shape[0] > 2 else y
+
+
+def test_a_graph_with_tensors_of_another_device_is_asked_for_the_devices_at_hand():
+    module = fxplug.variants(fxplug.trace(Decides(), torch.ones(3, 2)), Decides())
+    assert [call_forms.has_graph_for(module, ((torch.ones(size, 2),), {})) for size in (3, 4, 2)] == [True, True, False]
+
+
 @pytest.mark.slow
 def test_a_run_saves_the_graphs_of_its_buckets(tmp_path):
     tiny_pipelines.save("z_image", tmp_path / "pipe")

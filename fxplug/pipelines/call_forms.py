@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ..core.errors import FxplugError, GuardError
 from ..core.ir.containers import map_leaves
 from ..core.ir.entry_checks import find_refusal
 from ..core.ir.variants import Variants
-from ..core.rewriter.probe import make_empty, swap_weights
+from ..core.rewriter.probe import make_empty, make_meta, swap_weights
 from ..core.torch_internals.tensors import FakeTensorMode
 from .example_call import ExampleCall
 from .pipeline_errors import catch_pipeline_errors
@@ -65,15 +65,24 @@ def has_graph_for(module: Variants, call: tuple[tuple[Any, ...], dict[str, Any]]
     with _without_model(module):
         if all(find_refusal(each, *call) is not None for each in module.modules_by_form):
             return False
+        # the meta device takes half the time of fake tensors, which know their device: what it refuses may depend on that
+        with contextlib.suppress(Exception), torch.random.fork_rng([]):
+            _run_without_values(module, call, make_meta)
+            return True
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True), swap_weights(module, make_empty), torch.no_grad():
-                args, kwargs = map_leaves(call, lambda tensor, _: make_empty(tensor))
-                module.forward(*args, **kwargs)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                _run_without_values(module, call, make_empty)
         except GuardError:
             return False
         except Exception:  # an operation's, which needs values
             return True
     return True
+
+
+def _run_without_values(module: Variants, call: tuple[tuple[Any, ...], dict[str, Any]], make: Callable[..., Any]) -> None:
+    with swap_weights(module, make), torch.no_grad():
+        args, kwargs = map_leaves(call, lambda tensor, _: make(tensor))
+        module.forward(*args, **kwargs)
 
 
 @contextlib.contextmanager
