@@ -85,15 +85,15 @@ def config(**changed: Any) -> dict[str, Any]:
 
 
 _traced: dict[str, Any] = {}
-_build, _trace = flow._traced, flow._trace
+build_traced, _trace = flow._traced, flow._trace
 
 
 def _once(read, *given):
     """A model that a configuration alone makes, or a saved pipeline, traced once; the runs train copies."""
     if read.weights is not None or (key := _key_of(read, given[-1])) is None:
-        return _build(read, *given)
+        return build_traced(read, *given)
     if key not in _traced:
-        module, built = _build(read, *given)
+        module, built = build_traced(read, *given)
         for other in built.beside.values():
             other.traced = _trace(read, other, given[0])
         if built.pipeline is not None:
@@ -127,8 +127,8 @@ _seen: dict[str, Any] = {}
 _observe, _confirm, _add_size_forms = sized_parts.observe, sized_parts.confirm, sized_parts.add_size_forms
 
 
-def _what(pipe, *given):
-    """What is seen of a pipeline depends on: None where that cannot be told, as of one that was put together otherwise."""
+def describe(pipe, *given):
+    """Describe what is seen of a pipeline depends on: None where that cannot be told, as of one put together otherwise."""
     if not hasattr(pipe, "made_of"):
         return None
     parts = {name: (type(part), getattr(part, "config", None)) for name, part in pipe.components.items()}
@@ -141,7 +141,7 @@ def _what(pipe, *given):
 
 def observe_once(pipe, call, part=None):
     """A tiny or saved pipeline is observed once for each call."""
-    if (key := _what(pipe, call, part)) is None:
+    if (key := describe(pipe, call, part)) is None:
         return _observe(pipe, call, part)
     if key not in _seen:
         _seen[key] = _observe(pipe, call, part)
@@ -150,7 +150,7 @@ def observe_once(pipe, call, part=None):
 
 def _confirm_once(pipe, seen, calls):
     """What was seen is confirmed once."""
-    if (key := _what(pipe, seen.part, seen.call, calls)) is None:
+    if (key := describe(pipe, seen.part, seen.call, calls)) is None:
         return _confirm(pipe, seen, calls)
     if key not in _seen:
         _seen[key] = _confirm(pipe, seen, calls)
@@ -160,7 +160,7 @@ def _confirm_once(pipe, seen, calls):
 def _add_size_forms_once(module, calls):
     """Where these calls have brought a module of the same kind no graph, they bring another one none."""
     calls, passes = list(calls), module.meta.get("passes")
-    key = _what(calls[0].pipe, [each.arguments for each in calls], module.variants, passes, calls[0].part)
+    key = describe(calls[0].pipe, [each.arguments for each in calls], module.variants, passes, calls[0].part)
     if key is None or key not in _seen:
         before = module.variants
         _add_size_forms(module, calls)

@@ -9,6 +9,7 @@ from functools import cache
 import diffusers
 import pytest
 import recipe_twins
+import runs
 import small
 import tiny_pipelines
 import torch
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from test_base_checkpoints import original
 
 import fxplug
+from fxplug.config import flow
 from fxplug.config.models.factory import build
 from fxplug.config.run_config import load_config, resolve
 from fxplug.core.quantised import is_quantised
@@ -26,6 +28,13 @@ from fxplug.pipelines.opening import open_pipeline, quantize_part
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of diffusers' own schedulers
 LORA = [{"lora": {"at": ["to_q", "to_v"], "rank": 2}}]
 SIZED = {"data": {"images": ".", "size": 64}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shared():
+    """The rewrites of this file have the traces of one configuration in common."""
+    with runs.sharing():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +60,8 @@ def rewritten(base, model, *, passes=LORA, out=None, **sections):
 
 
 def refused(base, model, **sections):
-    with pytest.raises(fxplug.SpecError) as caught:
+    with pytest.raises(fxplug.SpecError) as caught, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flow, "_traced", runs.build_traced)
         rewritten(base, model, **{**SIZED, **sections})
     text = str(caught.value)
     assert "\n" not in text
@@ -97,6 +107,7 @@ def test_what_is_saved_answers_every_call_of_its_pipeline_where_it_is_loaded(nam
 
 def test_the_pipeline_is_opened_once_and_has_its_model_still(pipes, monkeypatch):
     opened, first = [], []
+    monkeypatch.setattr(flow, "_traced", runs.build_traced)
     monkeypatch.setattr(pipeline_model, "open_pipeline", lambda *a, **k: opened.append(open_pipeline(*a, **k)) or opened[-1])
     result = rewritten(pipes("flux"), {"pipeline": "flux"}, **SIZED)
     assert [result.pipeline] == opened
