@@ -11,6 +11,7 @@ import small
 import timm
 import torch
 import torch.nn.functional as F
+import unets
 from torch import nn
 
 import fxplug
@@ -53,10 +54,12 @@ class Unet:
     def __init__(self, photos):
         from diffusers import DDPMScheduler
 
-        base = small.unet()
-        self.model = copy.deepcopy(base.model)
-        self.example = {k: v for k, v in base.kwargs.items() if k in ("sample", "timestep", "encoder_hidden_states")}
-        self.scheduler, self.words = DDPMScheduler(), base.kwargs["encoder_hidden_states"].shape[1:]
+        # of one level: its middle has attention, and there are layers before and after it
+        self.model = small.seeded(lambda: unets.sd15_model(levels=1, block_out_channels=(16,)))
+        call = small.seeded(lambda: unets.inputs(self.model))
+        names = "sample", "encoder_hidden_states"
+        self.example = {**{name: call[name] for name in names}, "timestep": torch.tensor([500, 3])}
+        self.scheduler, self.words = DDPMScheduler(), call["encoder_hidden_states"].shape[1:]
         image = F.interpolate(photos[0], size=(16, 16), mode="area")
         self.images = torch.cat([image, image.mean(1, keepdim=True)], 1)
 
