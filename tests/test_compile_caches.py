@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.autograd_cache import check_cacheable
+from torch._inductor import config as inductor
 from torch.utils.checkpoint import checkpoint
 
 import fxplug
@@ -93,6 +94,7 @@ def test_compiled_forms_under_autocast_and_without_rows():
 def step(cache):
     """A step of training in a process of its own; it prints what torch found in its cache."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    inductor.cpp.vec_isa_ok = False  # or it would compile programs to see which vectors the processor has
     x, at = torch.randn(40, 8), fxplug.load_pass("lora", at="0", rank=2)
     new = fxplug.apply(fxplug.trace(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), x), at)
     torch.compile(fxplug.fuse(new, "fused"), fullgraph=True)(x).square().sum().backward()
