@@ -59,6 +59,7 @@ def subjects(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[]
         return torch.randn(shape, device=device, dtype=dtype)
 
     large = device == "cuda"
+    doubles, singles = (3, 2) if large else (1, 1)
     width, heads, tokens, wide, pixels = (1280, 20, 1024, 3072, 4096) if large else (32, 2, 12, 32, 12)
     if importlib.util.find_spec("timm"):
         import timm
@@ -73,13 +74,14 @@ def subjects(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[]
         from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
         def sdxl() -> nn.Module:
-            return Blocks(BasicTransformerBlock(width, heads, width // heads, cross_attention_dim=2 * wide) for _ in range(3))
+            block = functools.partial(BasicTransformerBlock, width, heads, width // heads, cross_attention_dim=2 * wide)
+            return Blocks(block() for _ in range(doubles))
 
         def flux() -> nn.Module:
-            return Blocks(FluxSingleTransformerBlock(wide, wide // 128 or 1, min(wide, 128)) for _ in range(2))
+            return Blocks(FluxSingleTransformerBlock(wide, wide // 128 or 1, min(wide, 128)) for _ in range(singles))
 
-        yield "sdxl, 3 blocks", sdxl, (new(2, tokens, width), None, new(2, 77, 2 * wide)), r".*attn[12]\.to_.*"
-        yield "flux, 2 blocks", flux, (new(1, pixels, wide), new(1, 512, wide), new(1, wide)), r".*to_[qkv]"
+        yield f"sdxl, {doubles} blocks", sdxl, (new(2, tokens, width), None, new(2, 77, 2 * wide)), r".*attn[12]\.to_.*"
+        yield f"flux, {singles} blocks", flux, (new(1, pixels, wide), new(1, 512, wide), new(1, wide)), r".*to_[qkv]"
         if large:
             given = new(2, 4, 64, 64), torch.ones(2, device=device), new(2, 77, 768)
             unet = functools.partial(UNet2DConditionModel, sample_size=64, cross_attention_dim=768)
