@@ -70,6 +70,7 @@ kernels: install  ## prove the Triton kernels without a GPU: values, what they c
 	TRITON_INTERPRET=1 $(BIN)/python -W ignore tests/kernels_interpreted.py
 	$(BIN)/python -W ignore tests/kernels_in_programs.py
 	$(BIN)/python -W ignore tests/kernels_compiled.py
+	$(BIN)/python -W ignore tests/kernels_compiled.py broken
 
 pages: export HF_HUB_OFFLINE = 1
 pages: install  ## write what the code says of itself below docs/reference (passes, verbs, keys) and docs/families (recipes, memory)
