@@ -203,7 +203,7 @@ def test_files_that_no_gain_expresses_are_refused():
 
 
 @pytest.mark.filterwarnings("ignore:.*was made beside weights with the digest:UserWarning")  # it is put on others here
-@pytest.mark.parametrize("how", ["written", "loaded", "replaced", "other memory"])
+@pytest.mark.parametrize("how", ["written", "loaded", "replaced", "other layer", "other memory"])
 def test_gains_follow_a_base_that_is_written_or_replaced(how, tmp_path):
     torch.manual_seed(0)
     x, weight, dora = torch.randn(3, 8), torch.randn(8, 8), {"at": "0", "rank": 2}
@@ -222,12 +222,18 @@ def test_gains_follow_a_base_that_is_written_or_replaced(how, tmp_path):
         gm.load_state_dict({**gm.state_dict(), "0.weight": weight.clone()}, assign=True)
     elif how == "replaced":
         layer.weight = nn.Parameter(weight.clone())
+    elif how == "other layer":
+        bias, layer = layer.bias, nn.Linear(8, 8)
+        layer.weight, layer.bias = nn.Parameter(weight.clone()), bias
+        gm.add_module("0", layer)
     elif how == "written":
         with torch.no_grad():
             layer.weight.copy_(weight)
     else:
         layer.weight.data = weight.clone()
-    gm.adapters.use("a")
+    for changed in (True, False):
+        assert gm.adapters.bases.find_changed(gm.adapters.module, gm.adapters.where, gm.adapters.there) == changed
+        gm.adapters.use("a")
     with torch.no_grad():
         base[0].weight.copy_(weight)
         base[0].bias.copy_(layer.bias)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import getitem, is_
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..blocks.gathered import GatheredDora, compute_gain
 from ..core.errors import SpecError
@@ -58,19 +59,56 @@ class BaseVersions:
 
     def __init__(self, banks: Mapping[str, Sequence[Bank]]) -> None:
         self.banks = [bank for rows in banks.values() for bank in rows if bank.has_gain and "magnitude" in bank.parameters]
-        self._known: dict[str, tuple[Tensor, int, int]] = {}
+        self._known: dict[str, tuple[Tensor, int, int]] = {}  # each with its version and address
+        self._columns: tuple[tuple[Any, ...], ...] = ()  # the same by column
+        self._homes: list[tuple[Any, ...]] = []  # see `_list_homes`
 
     def note(self, banks: Iterable[Bank], there: There) -> None:
         """Store which values the layers of these banks have now."""
         for bank in banks:
             for name, tensor in zip(("weight", "bias"), get_base(bank, there), strict=True):
                 if tensor is not None and not tensor.is_inference():  # nothing counts what is written there
-                    self._known[f"{bank.path}.{name}"] = tensor, tensor.data_ptr(), version(tensor)
+                    self._known[f"{bank.path}.{name}"] = tensor, version(tensor), tensor.data_ptr()
+                    self._columns = ()
 
-    def find_changed(self, there: There) -> bool:
-        """Return whether one of the weights was written or replaced since."""
-        for name, (tensor, place, number) in self._known.items():
-            now = there(name)
-            if now is not tensor or now.data_ptr() != place or version(now) != number:
-                return True
-        return False
+    def find_changed(self, root: nn.Module, where: Mapping[str, str], there: There) -> bool:
+        """Return whether one of the weights was written or replaced since; a call each step, so it takes no step of Python for
+        each of them.
+
+        Args:
+            root: The module that has them.
+            where: The names that some have in it.
+            there: Gives the tensors of the module by the other names.
+        """
+        if not self._known:
+            return False
+        if not self._columns:
+            self._columns = (*zip(*self._known.values(), strict=True),)
+            self._homes = _list_homes(root, [where.get(name, name) for name in self._known], self._columns[0])
+        tensors, versions, places = self._columns
+        try:
+            same = all(map(is_, map(getitem, *self._homes[:2]), self._homes[2])) if self._homes else None
+        except KeyError:
+            same = False
+        if same is None:  # where a live merge has others in their places
+            same = all(there(name) is tensor for name, tensor in zip(self._known, tensors, strict=True))
+        return not (same and tuple(map(version, tensors)) == versions and tuple(map(Tensor.data_ptr, tensors)) == places)
+
+
+def _list_homes(root: nn.Module, names: Iterable[str], tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    """Return the tables of modules that lead to these tensors, with the key in each and what it has there: of submodules, of
+    parameters and of buffers; empty where they do not lead there."""
+    found: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+    for name, tensor in zip(names, tensors, strict=True):
+        *path, last = name.split(".")
+        home: Any = root
+        for key in path:
+            if (inner := home._modules.get(key)) is None:
+                return []
+            found[id(home), key] = home._modules, key, inner
+            home = inner
+        table = home._parameters if last in home._parameters else home._buffers
+        if table.get(last) is not tensor:
+            return []
+        found[id(home), f"{last}."] = table, last, tensor
+    return [*zip(*found.values(), strict=True)]

@@ -427,7 +427,7 @@ class Adapters(SlotState):
             raise SpecError("use(...) is not allowed inside a block of adapters.using(...): call it before or after that block")
         with self._changing() as write:
             rows = self._rows(what)
-            if self.bases.find_changed(self._find_base):
+            if self.bases.find_changed(self.module, self.where, self._find_base):
                 self._remake_gains(write)
             for p, values in rows.tables().items():
                 for key, value in values.items():
@@ -458,7 +458,7 @@ class Adapters(SlotState):
                 "adapters.using(...) is not supported with merge='live', whose weights have one choice merged: call use(...) "
                 "between calls, or lower without merge='live'"
             )
-        if self.bases.find_changed(self._find_base):
+        if self.bases.find_changed(self.module, self.where, self._find_base):
             with self._changing(whole=True) as write, torch.no_grad():
                 self._remake_gains(write)
         with read_lock(self.locks):
