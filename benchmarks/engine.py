@@ -1,6 +1,6 @@
 """Many adapters behind few slots: the engine beside one adapter a batch and `set_adapters`; and what it compiles anew.
 
-python benchmarks/engine.py [calls] [peft] [recompiles] [--requests N] [--adapters N] [--steps N] [--json FILE]
+python benchmarks/engine.py [calls] [peft] [recompiles] [memory] [--requests N] [--adapters N] [--steps N] [--json FILE]
 
 The garments of examples/fashion, 16 slots, 16 rows, guidance, four schedulers; requests arrive as a Poisson process and name
 adapters by Zipf's law (examples/fashion/traffic.py). Times are CPU times of this process.
@@ -9,15 +9,20 @@ calls        LoRA and LoHa of ranks 2, 4, 8: calls of the UNet and pictures a se
 peft         LoRA alone: diffusers' `load_lora_adapter` and `set_adapters`, 16 kept, one request after the other, beside the
              engine; and by how much the pictures differ
 recompiles   programs that `torch.compile` makes in so many calls of the UNet after a first load
+memory       memory of the process, tensors and threads after each hundred of a thousand requests of one or two steps, with a
+             store that keeps 16 MiB
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import logging
+import resource
 import sys
 import tempfile
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -29,10 +34,11 @@ import record
 import torch
 from safetensors.torch import load_file
 
-from fxplug.serving import Engine, Request
+from fxplug.serving import AdapterStore, Engine, Request
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples/fashion"))
 import traffic  # noqa: E402
+from random_adapters import write_adapters  # noqa: E402  (traffic.py finds it)
 
 SLOTS, ROWS = 16, 16
 
@@ -127,9 +133,32 @@ def count_compiled(folder: Path, pipe: Any, count: int, steps: int) -> dict[str,
     return {"first": programs[0], "more": programs[-1] - programs[0], "calls": made}
 
 
+def measure_memory(folder: Path, count: int, requests: int = 1000) -> list[dict[str, Any]]:
+    """Return what the process has after each hundred requests, of which the caller keeps nothing."""
+    pipe = traffic.make_pipeline(SLOTS)
+    names = write_adapters(folder, traffic.load_pipeline().unet, count, size=0.1)
+    rows = []
+    with AdapterStore(folder, {"unet": pipe.unet}, host_bytes=16 << 20) as store:
+        engine = Engine(pipe, store=store, rows=ROWS, queue=10_000)
+        for done in range(100, requests + 1, 100):
+            arrivals = traffic.draw_requests(100, 1e9, names, seed=done, steps=(1, 2))
+            for ticket in engine.generate(request for _, request in arrivals):
+                ticket.result()
+            del arrivals, ticket
+            gc.collect()
+            tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+            size = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+            each = {"requests": done, "mib": round(size, 1), "tensors": len(tensors), "threads": threading.active_count()}
+            each["tensors_mib"] = round(sum({x.data_ptr(): x.nbytes for x in tensors if not x.is_meta}.values()) / 2**20, 2)
+            del tensors
+            rows.append(each)
+            print(each, flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=["calls", "peft", "recompiles", []], default=[])
+    parser.add_argument("what", nargs="*", choices=["calls", "peft", "recompiles", "memory", []], default=[])
     for name, value in (("requests", 60), ("adapters", 1000), ("steps", 1000), ("rate", 4.0)):
         parser.add_argument(f"--{name}", type=type(value), default=value)
     parser.add_argument("--json", type=Path)
@@ -153,6 +182,8 @@ def main() -> None:
             print(f"pictures differ by {found['difference']:.1e}", flush=True)
         if not given.what or "recompiles" in given.what:
             found["recompiles"] = count_compiled(Path(one), traffic.make_pipeline(SLOTS), given.adapters, given.steps)
+        if not given.what or "memory" in given.what:
+            found["memory"] = measure_memory(Path(one), min(given.adapters, 100))
     if given.json:
         record.write(given.json, {"requests": given.requests, "adapters": given.adapters, "found": found})
 
