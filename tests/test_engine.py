@@ -303,6 +303,9 @@ def test_new_weights_between_steps_all_or_none(sd):
         ({"unet.conv_out.weight": weight, "unet.conv_out.wight": weight}, "did you mean 'conv_out.weight'"),
         ({"unet.conv_out.weight": weight, "unets.x": weight}, "did you mean 'unet'"),
         ({"unet.conv_out.weight": weight, "unet.conv_in.bias": weight}, "must be a tensor of shape"),
+        ({"unet.conv_out.weight": weight.to("meta")}, "is on the meta device"),
+        ({"unet.conv_out.weight": weight.to_sparse()}, "sparse_coo, and its tensor torch.float32 and dense"),
+        ({"unet.conv_out.weight": weight.to(torch.complex64)}, "is torch.complex64"),
     ):
         with pytest.raises(fxplug.SpecError, match=text):
             engine.update(state)
@@ -407,6 +410,12 @@ def test_each_request_has_its_own_adapters_in_every_model_with_slots():
         assert (alone(pipe, request) - picture).abs().max() < 1e-4
     with pytest.raises(fxplug.SpecError, match="adapters: no adapter 's3'.*; there are s1, s2"):
         engine.submit(ask(SD, 0, adapters={"s3": 1.0}))
+    state = {f"unet.{name}": value for name, value in pipe.unet.state_dict().items()}
+    engine.update(state)  # what is there
+    table = next(name for name in state if name.endswith("gates.table.names"))
+    with pytest.raises(fxplug.SpecError, match="says which adapters are in slots"):
+        engine.update({table: torch.zeros_like(state[table])})
+    assert pipe.unet.adapters.names == ["s1", "s2"]
 
     ticket = engine.submit(requests[0])  # what a request uses is neither taken away nor replaced
     engine.step()

@@ -185,6 +185,13 @@ def test_what_acts_on_no_result_is_refused(options, message):
         fxplug.apply(traced(), fxplug.load_pass("dora", at="**", slots=2, per_sample=1, **options))
 
 
+def test_a_table_that_changes_when_it_is_read_is_refused():
+    gm = fxplug.trace(nn.Sequential(nn.Embedding(5, 4, max_norm=1.0)), torch.arange(4)[:, None])
+    with pytest.raises(SpecError, match="max_norm changes this Embedding whenever it is read"):
+        fxplug.apply(gm, fxplug.load_pass("dora", at="0", slots=2, per_sample=1))
+    fxplug.apply(gm, fxplug.load_pass("lora", at="0", slots=2, per_sample=1))
+
+
 @torch.no_grad()
 def test_files_that_no_gain_expresses_are_refused():
     new = slotted(names=["a0"])

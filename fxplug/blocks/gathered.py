@@ -187,12 +187,15 @@ class GatheredDora(GatheredLora):
     def at(  # type: ignore[override]  # other options are named there
         cls, site: Site, by: str = "output", **options: Any
     ) -> GatheredDora:
-        """Make the bank of a layer as `Lora.at` does. Raises SpecError for `by` other than output."""
+        """Make the bank of a layer as `Lora.at` does. Raises SpecError for `by` other than output, and for an Embedding with
+        max_norm."""
         if by != "output":
             raise SpecError(
                 f"by={quote(by)} has magnitudes of the inputs, and with per_sample an adapter acts on the layer's result: "
                 "leave one of the two out"
             )
+        if getattr(site.module, "max_norm", None) is not None:
+            raise SpecError("max_norm changes this Embedding whenever it is read, so no gain is known: leave it out of `at`")
         made = super().at(site, **options)
         assert isinstance(made, cls)
         biased = getattr(site.module, "bias", None) is not None

@@ -482,8 +482,8 @@ class Engine:
             state: Tensors by the model's name and theirs in its state dict: "unet.conv_in.weight".
 
         Raises:
-            SpecError: For a model or tensor that there is not, with the nearest name, and for another shape; nothing is
-                changed then.
+            SpecError: For a model or tensor that there is not, with the nearest name, for another shape, values that the tensor
+                cannot take, and a table of slots; nothing is changed then.
         """
         check_outside()
         pairs = check_weights(self.models, state)

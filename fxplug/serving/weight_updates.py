@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from ..core.errors import SpecError, did_you_mean, quote
 
+TABLE = ".gates.table."  # in the names of what slots keep about their adapters
+
 
 def check_weights(models: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Find the tensors that new weights are for.
@@ -21,9 +23,10 @@ def check_weights(models: Mapping[str, nn.Module], state: Mapping[str, Tensor]) 
         The tensor of the model and its new value, each.
 
     Raises:
-        SpecError: For a model or tensor that there is not, with the nearest name, and for another shape.
+        SpecError: For a model or tensor that there is not, with the nearest name, for another shape, values that the tensor
+            cannot take, other values for one tensor of two names, and a table that says which adapters are in slots.
     """
-    pairs, known = [], dict[str, dict[str, Tensor]]()
+    pairs, known = dict[int, tuple[Tensor, Tensor]](), dict[str, dict[str, Tensor]]()
     for key, value in state.items():
         part, _, name = key.partition(".")
         if part not in models:
@@ -35,8 +38,15 @@ def check_weights(models: Mapping[str, nn.Module], state: Mapping[str, Tensor]) 
         if not isinstance(value, Tensor) or value.shape != own[name].shape:
             shape = list(value.shape) if isinstance(value, Tensor) else quote(value)
             raise SpecError(f"{key} must be a tensor of shape {list(own[name].shape)}, not {shape}", key=key)
-        pairs.append((own[name], value))
-    return pairs
+        if value.is_meta or value.layout != torch.strided or value.is_complex() != own[name].is_complex():
+            kind = "on the meta device" if value.is_meta else f"{value.dtype}, {value.layout}"
+            raise SpecError(f"{key} is {kind}, and its tensor {own[name].dtype} and dense: convert it first", key=key)
+        if TABLE in f".{name}" and not torch.equal(value, own[name]):
+            raise SpecError(f"{key} says which adapters are in slots: load, unload and use them by {part}.adapters", key=key)
+        same = pairs.setdefault(id(own[name]), (own[name], value))[1]
+        if same is not value and not torch.equal(same.to(own[name]), value.to(own[name])):
+            raise SpecError(f"{key} is the same tensor as another one here, with other values: give one of them", key=key)
+    return [*pairs.values()]
 
 
 @torch.no_grad()
