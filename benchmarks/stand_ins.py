@@ -23,8 +23,8 @@ CHAT = (
 )
 
 
-def tokenizer() -> Any:
-    made = tiny_pipelines.tokenizer(64, chat_template=CHAT, bos_token="<eos>", extra_special_tokens=VISION)
+def tokenizer(length: int = 64) -> Any:
+    made = tiny_pipelines.tokenizer(length, chat_template=CHAT, bos_token="<eos>", extra_special_tokens=VISION)
     for name, token in VISION.items():
         setattr(made, f"{name}_id", made.convert_tokens_to_ids(token))
     return made
@@ -55,11 +55,53 @@ def processor(cls: Any) -> Any:
     return cls(**parts, chat_template=CHAT)
 
 
+def bert() -> Any:
+    config = transformers.BertConfig(
+        vocab_size=1000, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=37,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    return transformers.BertModel(config).eval()
+
+
+def gemma3() -> Any:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    words = {"vocab_size": 1000, "num_key_value_heads": 1, "head_dim": 8, **sizes}
+    config = transformers.Gemma3Config(text_config=words, vision_config={"image_size": 14, "patch_size": 14, **sizes})
+    return transformers.Gemma3ForConditionalGeneration(config).eval()
+
+
+def llama() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=1000, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def siglip() -> Any:
+    config = transformers.SiglipVisionConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37, image_size=30, patch_size=2,
+    )  # fmt: skip
+    return transformers.SiglipVisionModel(config).eval()
+
+
+MODELS = {
+    "BertModel": bert, "Gemma3ForConditionalGeneration": gemma3, "LlamaForCausalLM": llama, "SiglipVisionModel": siglip,
+}  # fmt: skip
+IMAGE_PROCESSORS = {"SiglipImageProcessor": {"height": 30, "width": 30}, "DPTImageProcessor": {"height": 32, "width": 32}}
+
+
 def install() -> None:
     """Put them in the place of `from_pretrained`, in this process."""
     for name in TOKENIZERS:
         if (kind := getattr(transformers, name, None)) is not None:
-            kind.from_pretrained = classmethod(lambda cls, *_, **__: tokenizer())
+            length = 77 if name == "CLIPTokenizer" else 64  # prior models of CLIP take no other
+            kind.from_pretrained = classmethod(lambda cls, *_, length=length, **__: tokenizer(length))
+    for name, make in MODELS.items():
+        if (kind := getattr(transformers, name, None)) is not None:
+            kind.from_pretrained = classmethod(lambda cls, *_, make=make, **__: make())
+    for name, size in IMAGE_PROCESSORS.items():
+        if (kind := getattr(transformers, name, None)) is not None:
+            kind.from_pretrained = classmethod(lambda cls, *_, size=size, **__: cls(size=size))
     for name, umt5 in (("T5EncoderModel", False), ("UMT5EncoderModel", True)):
         kind = getattr(transformers, name)
         kind.from_pretrained = classmethod(lambda cls, *_, umt5=umt5, **__: cls(t5_config(umt5)).eval())
