@@ -87,7 +87,7 @@ def timed_changes() -> Iterator[list[float]]:
         state.write_lock = original
 
 
-def measure_changes(gm: Any, new: Any) -> None:
+def measure_changes(gm: Any, new: Any, kind: str) -> None:
     """Print what `use` takes, and how long changes keep calls out, least of several tries each."""
     names = new.adapters.names
     entries = [{names[i % len(names)]: 0.5, names[(i + 5) % len(names)]: 0.6} for i in range(32)]
@@ -101,9 +101,10 @@ def measure_changes(gm: Any, new: Any) -> None:
             times.append(1000 * (time.thread_time() - start))
         return min(times)
 
-    print(f"use: Rows of 32 {least(new.adapters.use, rows):.3f} ms, a list of 32 {least(new.adapters.use, entries):.2f} ms")
+    spent = f"Rows of 32 {least(new.adapters.use, rows):.3f} ms, a list of 32 {least(new.adapters.use, entries):.2f} ms"
+    print(f"use with {kind} loaded: {spent}")
     new.adapters.use(None)
-    file = make_adapter(gm)
+    file = make_adapter(gm, kind == "DoRA")
     held: dict[str, list[float]] = {"unload": [], "load": [], "put": []}
     ready = new.adapters.prepare("a0", file)
     for _ in range(5):
@@ -151,7 +152,8 @@ def main() -> None:
         with without_skip():
             paid = measure({"lora": forms["gathered, 64"], "dora": form}, call)
         print(f"  the gain computed where no adapter has one, as compiled code does: {paid['dora'] / paid['lora']:.3f} of lora")
-    measure_changes(gm, forms["gathered, 64"])
+    measure_changes(gm, forms["gathered, 64"], "LoRA")
+    measure_changes(gm, forms["dora, DoRA"], "DoRA")
 
 
 @contextlib.contextmanager
