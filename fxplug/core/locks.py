@@ -133,6 +133,8 @@ def call_with_read_lock(locks: tuple[StateLock, ...], function: Callable[..., An
     Raises FxplugError where a change left half of its work, until another one succeeds; SpecError within a call of this thread
     that takes another choice.
     """
+    if not locks:
+        return function(*args, **kwargs)
     request = LockRequest(locks, "call", get_choices(locks))
     try:
         _enter(request)

@@ -333,6 +333,8 @@ _CUDA_SETTINGS = _list_settings(
 _PRECISION: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 _OPERATIONS = ("matmul", "conv", "rnn") if _PRECISION else ()
 _SMALLEST = sys.float_info.min
+_EINSUM: Any = torch.backends.opt_einsum
+_EINSUM_TABLES = vars(_EINSUM), vars(getattr(_EINSUM, "m", _EINSUM))  # of what stands for the module, and of the module
 
 
 def read_kernel_modes() -> tuple[Any, ...]:
@@ -341,12 +343,12 @@ def read_kernel_modes() -> tuple[Any, ...]:
     We need of the functions in C that each says one setting. That small numbers are flushed to zero nothing says: a division
     tells it of this thread, which `torch.set_flush_denormal` sets.
     """
-    einsum: Any = torch.backends.opt_einsum
+    own, inner = _EINSUM_TABLES
     found = [
         torch.is_inference_mode_enabled(), torch.get_num_threads(), torch.get_default_dtype(),
         torch.is_autocast_cache_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
         torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.backends.mha.get_fastpath_enabled(),
-        _SMALLEST / 2 == 0, einsum.enabled, einsum.strategy,
+        _SMALLEST / 2 == 0, *[own.get(name, inner.get(name)) for name in ("enabled", "strategy")],
         *[read() for read in _SETTINGS], *[_PRECISION("mkldnn", name) for name in _OPERATIONS],
     ]  # fmt: skip
     if not _OPERATIONS:

@@ -186,7 +186,11 @@ class HoistedModule(Stepped):
         if isinstance(plan, str):
             return self._call_module(args, kwargs)
         try:
-            self._fill([plan])
+            if plan.is_kept and self._offload is None:
+                with self._guard:
+                    self.counts[STEP] += 1
+            else:
+                self._fill([plan])
             values = plan.values
             return step(*args, **kwargs, **{name: values[name] for name in self._ports[STEP][1]})
         except GuardError:  # another graph may be for such a call, or the whole module says why none is
@@ -218,16 +222,10 @@ class HoistedModule(Stepped):
     @compile_graphs_only
     def _take(self, plans: list[CallPlan]) -> None:
         first, early, kept, away = plans[0], self._cut.stages[:-1], self._planner.kept, self._offload
-        if len(plans) == 1:
-            found = [kept.find(key) for key in first.keys.values()]
-            if None in found:  # all in one visit of the weights
-                plans = [first, *self._planner.list_plans(first, self._find_times(first))]
-                away = self._offload
-            else:
-                for values in found:
-                    first.values.update(values or ())
-                early = []
-        for stage in early:
+        if len(plans) == 1 and not first.is_kept:  # all in one visit of the weights
+            plans = [first, *self._planner.list_plans(first, self._find_times(first))]
+            away = self._offload
+        for stage in early if len(plans) > 1 or not first.is_kept else ():
             for plan in plans:
                 key = plan.keys[stage.name]
                 values = kept.find(key)

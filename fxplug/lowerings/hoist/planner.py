@@ -81,7 +81,7 @@ class CallPlanner:
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan | str:
         """Return what a call takes; why nothing is kept for it otherwise."""
         module = self.module
-        if module.training or any(layer.training for layer in self._drawing):
+        if module.training or self._drawing and any(layer.training for layer in self._drawing):
             return "it is in training: call eval()"
         if torch.is_grad_enabled():
             return "gradients are enabled: call it within torch.no_grad()"
@@ -104,7 +104,9 @@ class CallPlanner:
                 return form.refused
             if not self.check_weights():
                 return "a layer has a hook, or weights that were made in inference mode, whose writes torch does not count"
-            return self._place(call, form)
+            plan = self._place(call, form)
+            plan.find_values(self.kept)
+            return plan
 
     def list_plans(self, plan: CallPlan, times: Times) -> list[CallPlan]:
         """Return the plans of calls that differ in their time alone."""
@@ -152,7 +154,7 @@ class CallPlanner:
         """Find what stands for the values of a call; `like` is one with the same conditions."""
         conditions = like.conditions if like else 0
         if like is None and self.groups.conditions:
-            conditions, gone = self.known.find(call)
+            conditions, gone = self.known.find(call, form.number)
             if gone:
                 self.kept.drop(lambda key: key.conditions in gone)
             self._warn_of_changes()

@@ -16,7 +16,7 @@ from ...core.ir.containers import map_leaves
 from ...core.torch_internals.modules import get_modes, set_modes
 from ...core.torch_internals.tensors import FakeTensorMode
 from .cut import StageCut
-from .kept import Key, Values
+from .kept import KeptValues, Key, Values
 from .sameness import Call
 
 
@@ -29,6 +29,7 @@ class CallBinder:
         self._defaults = {row.name: row.default for row in rows}
         plain = all(row.kind is Parameter.POSITIONAL_OR_KEYWORD for row in rows)
         self._names = [row.name for row in rows] if plain else None
+        self._required = [row.name for row in rows if row.default is Parameter.empty]
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return all inputs of a call. Raises TypeError for one that the signature does not take."""
@@ -37,8 +38,9 @@ class CallBinder:
             found = self._defaults.copy()
             found.update(zip(names, args, strict=False))
             found.update(kwargs)
-            twice = not kwargs.keys().isdisjoint(names[: len(args)])
-            if not twice and len(found) == len(names) and not any(value is Parameter.empty for value in found.values()):
+            twice = args and not kwargs.keys().isdisjoint(names[: len(args)])
+            missing = [name for name in self._required if found[name] is Parameter.empty]
+            if not (twice or missing) and len(found) == len(names):
                 return found
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -58,7 +60,7 @@ class CallForm:
 
 @dataclass
 class CallPlan:
-    """What one call takes and makes: its form, the key of each stage, and the values found so far."""
+    """What one call takes and makes: its form, the key of each stage, and the values found so far: all, if it `is_kept`."""
 
     call: Call
     form: CallForm
@@ -66,6 +68,15 @@ class CallPlan:
     slots: bytes
     keys: dict[str, Key]
     values: Values = field(default_factory=dict)
+    is_kept: bool = False
+
+    def find_values(self, kept: KeptValues) -> None:
+        """Take the values of all stages but the step from those that are kept, if none is missing."""
+        found = [kept.find(key) for key in self.keys.values()]
+        if None not in found:
+            self.is_kept = True
+            for values in found:
+                self.values.update(values or ())
 
 
 def copy_memory(tensor: Tensor) -> Tensor:

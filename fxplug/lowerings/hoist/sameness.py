@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from ctypes import string_at
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ COUNTED = (int, float, complex)
 PLAIN = (bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 NUMBERS = itertools.count(1)  # of sets of conditions and forms of calls: nothing gets that of another, in no thread
-FEW = 16  # numbers that are read the faster way
+SMALL = 1 << 14  # bytes: memory of so much is read at once, which takes a tenth of the time of comparing two tensors
 LINE = 64  # bytes: some kernels round otherwise where memory does not begin at a multiple of it
 
 
@@ -52,11 +53,14 @@ class Call:
 
 def read_call(values: dict[str, Any], groups: Mapping[str, str]) -> Call | None:
     """Read a call's inputs by name, with the group of each that has one; None for one of other values than can be compared."""
-    reading = CallReading([read_kernel_modes()])
+    form: list[Any] = [read_kernel_modes()]
+    reading = CallReading(form)
     for name, value in values.items():
-        if not reading.add(name, groups.get(name), value):
+        if value is None:
+            form.append(None)
+        elif not reading.add(name, groups.get(name), value):
             return None
-    return Call(values, tuple(reading.form), reading.tensors, {group: tuple(rows) for group, rows in reading.numbers.items()})
+    return Call(values, tuple(form), reading.tensors, {group: tuple(rows) for group, rows in reading.numbers.items()})
 
 
 class CallReading:
@@ -131,10 +135,13 @@ def has_same_bits(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
     return _are_equal((as_bits(one), as_bits(other)) for one, other in pairs)
 
 
-def _are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+def _are_equal(pairs: Iterable[tuple[Any, Any]]) -> bool:
     waiting = []
     for a, b in pairs:
-        if a.is_cpu:
+        if type(a) is bytes:
+            if a != b:
+                return False
+        elif a.is_cpu:
             if not torch.equal(a, b):
                 return False
         else:
@@ -142,10 +149,22 @@ def _are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
     return not waiting or not bool(torch.stack(waiting).any())
 
 
+def read_memory(value: Tensor) -> bytes | None:
+    """Read the memory that a small tensor on the CPU lies in; None for another one, or where more lies between its numbers."""
+    size = value.nbytes
+    if size > SMALL or not value.is_cpu or not (address := value.data_ptr()):
+        return None
+    if not value.is_contiguous():  # as a time is for all samples
+        last = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+        if last >= value.numel():
+            return None
+        size = (last + 1) * value.itemsize
+    return string_at(address, size)
+
+
 def read_bytes(tensors: Iterable[Tensor]) -> bytes:
-    """Read the bits of small tensors of known sizes on the host: equal bytes are equal bits."""
-    rows = [as_bits(tensor) for tensor in tensors]
-    return b"".join([repr(x.tolist()).encode() if x.numel() < FEW else x.cpu().numpy().tobytes() for x in rows])
+    """Read the bits of small tensors of known sizes and strides on the host: equal bytes are equal bits."""
+    return b"".join([read_memory(tensor) or as_bits(tensor).cpu().numpy().tobytes() for tensor in tensors])
 
 
 @dataclass
@@ -153,9 +172,8 @@ class ConditionCopy:
     """One set of conditions: its number, which no other ever gets, and copies of its own, which nobody else can write."""
 
     number: int
-    form: tuple[Any, ...]
-    plain: tuple[Any, ...]  # numbers, and where the memory of each tensor begins
-    copies: list[Tensor]  # as bits
+    plain: tuple[int, Any, Any]  # the form of the call, numbers, and where the memory of each tensor begins
+    copies: list[bytes | Tensor]  # as bits
 
 
 class KnownConditions:
@@ -166,31 +184,34 @@ class KnownConditions:
         self.rows: list[ConditionCopy] = []
         self.new_in_turn: list[set[str]] = []  # what differed from the set before, in calls that found none
 
-    def find(self, call: Call) -> tuple[int, list[int]]:
-        """Return the number of a call's conditions, a new one if they are new, and the numbers of those that went for it."""
-        tensors = [as_bits(tensor) for _, tensor in call.tensors[CONDITIONS]]
-        plain = (call.numbers[CONDITIONS], tuple([t.data_ptr() % LINE for t in tensors]))
+    def find(self, call: Call, form: int) -> tuple[int, list[int]]:
+        """Return the number of a call's conditions, a new one if they are new, and the numbers of those that went for it.
+
+        `form` is the number of the call's form.
+        """
+        tensors = [tensor for _, tensor in call.tensors[CONDITIONS]]
+        plain = form, call.numbers[CONDITIONS], [tensor.data_ptr() % LINE for tensor in tensors]
+        bits = [read_memory(tensor) or as_bits(tensor) for tensor in tensors]
         for row in reversed(self.rows):
-            alike = row.form == call.form and row.plain == plain
-            if alike and _are_equal(zip(tensors, row.copies, strict=True)):
+            if row.plain == plain and _are_equal(zip(bits, row.copies, strict=True)):
                 if row is not self.rows[-1]:
                     self.rows.remove(row)
                     self.rows.append(row)
                 self.new_in_turn.clear()
                 return row.number, []
-        self._note_change(call, tensors)
+        self._note_change(call, form, bits)
         number = next(NUMBERS)
-        self.rows.append(ConditionCopy(number, call.form, plain, [t.clone() for t in tensors]))
+        self.rows.append(ConditionCopy(number, plain, [x if isinstance(x, bytes) else x.clone() for x in bits]))
         gone = self.rows[: max(len(self.rows) - self.limit, 0)]
         self.rows = self.rows[len(gone) :]
         return number, [row.number for row in gone]
 
-    def _note_change(self, call: Call, tensors: list[Tensor]) -> None:
+    def _note_change(self, call: Call, form: int, bits: list[bytes | Tensor]) -> None:
         last = self.rows[-1] if self.rows else None
-        if last is None or last.form != call.form:
+        if last is None or last.plain[0] != form:
             self.new_in_turn.clear()
             return
-        named = zip(call.tensors[CONDITIONS], tensors, last.copies, strict=True)
+        named = zip(call.tensors[CONDITIONS], bits, last.copies, strict=True)
         self.new_in_turn.append({name for (name, _), now, before in named if not _are_equal([(now, before)])})
 
     def list_changing(self, calls: int) -> list[str]:
@@ -201,4 +222,4 @@ class KnownConditions:
 
     def count_bytes(self) -> int:
         """Return the size of the copies."""
-        return sum(copy.nbytes for row in self.rows for copy in row.copies)
+        return sum(len(x) if isinstance(x, bytes) else x.nbytes for row in self.rows for x in row.copies)
