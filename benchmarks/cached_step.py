@@ -35,7 +35,10 @@ clock = time.process_time
 LARGER: dict[str, dict[str, Any]] = {
     "flux-larger": {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 4, "attention_head_dim": 64,
                     "axes_dims_rope": (16, 24, 24)},
+    "flux-largest": {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 12, "attention_head_dim": 64,
+                     "axes_dims_rope": (16, 24, 24)},
     "sd15-larger": {"block_out_channels": (64, 128), "layers_per_block": 2, "norm_num_groups": 32},
+    "sd15-largest": {"block_out_channels": (192, 384), "layers_per_block": 2, "norm_num_groups": 32},
 }  # fmt: skip
 
 
@@ -46,7 +49,7 @@ def measure(name: str, steps: int, folder: Path) -> dict[str, float]:
     for n in range(8):
         Image.new("RGB", (64, 64), (30 * n, 90, 200)).save(pictures / f"{n}.png")
         (pictures / f"{n}.txt").write_text("a red ball")
-    family = name.removesuffix("-larger")
+    family = name.partition("-")[0]
     pipe = tiny.make(family)
     if name != family:
         part = "unet" if hasattr(pipe, "unet") else "transformer"
