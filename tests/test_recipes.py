@@ -107,6 +107,14 @@ def test_a_wrong_name_has_the_nearest_and_all():
     assert "no recipe or folder named 'convnet' (did you mean 'convnext'?); there are " in said and ", vit" in said
 
 
+def test_a_copy_of_a_recipe_is_said_to_be_a_configuration(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(cli("recipes", "sd15"))
+    for name in ("mine.yaml", "./mine.yaml", str(tmp_path / "mine.yaml")):
+        said = cli("recipes", name, code=1)
+        assert f"'{name}' is a configuration, not a pipeline: train it with 'fxplug train {name}'" in said
+
+
 def test_a_pipeline_is_described_and_confirmed_or_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe_twins.save("wan22", tmp_path / "wan22")  # the name of a recipe, which --size shows to be a folder

@@ -61,6 +61,9 @@ def show_recipes(
         print_json({"name": name.removeprefix("train/"), "about": _about(found), "file": found, "config": config})
     elif found:
         sys.stdout.write(found.read_text("utf-8"))
+    elif Path(name).suffix in (".yaml", ".yml") and Path(name).is_file():
+        finding = f"'{name}' is a configuration, not a pipeline: train it with 'fxplug train {name}'"
+        raise SpecError(f"{finding}, or inspect the pipeline that its 'model' names")
     elif "/" in name or Path(name).exists():
         arguments = dict(_argument(text) for text in call or [])
         rows = _observe_denoisers(name, part, arguments, _size(size))
