@@ -295,8 +295,8 @@ def _observe_once(
             if is_predicted_alone(pipe, part, {**real.steps[-1].calls[-1][1], **settings}, noisy_name, apart, to_output):
                 return replace(made, settings=settings)
         why = f"what {part} predicts for {noisy_name} depends on {_join_names(list(apart))}, other latents that have steps, as"
-        failures.append(refuse(pipe, "latents", f"{why} of a sound, of which a picture has none, and in a step of the pipeline "
-                               "there is no call of it that keeps them apart"))  # fmt: skip
+        failures.append(refuse(pipe, "latents", f"{why} of a sound: data are pictures, or videos without their sound, and in a "
+                               "step of the pipeline there is no call of it that keeps them apart"))  # fmt: skip
     raise failures[0] if failures else refuse(pipe, "time", f"no argument of {part} changes with the time")
 
 

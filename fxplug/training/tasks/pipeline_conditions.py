@@ -182,7 +182,8 @@ class Conditions:
         if self.text is not None:
             self.encoders.bring_back()
             given = {**self.prompt(caption), **arguments, **self.picture_arguments(pictures)}
-            return self.text.encode(self.call, given).to(self.device)
+            with self.encoders.cut.watch(caption):
+                return self.text.encode(self.call, given).to(self.device)
         parts = [self.prefix, caption]
         for name, value in arguments.items():
             parts.append(f"{name} {_named(value)}")
@@ -196,7 +197,7 @@ class Conditions:
             else:
                 self.encoders.bring_back()
                 given = {**self.prompt(caption), **arguments, **self.picture_arguments(pictures)}
-                with torch.autocast(self.device.type, enabled=False):
+                with torch.autocast(self.device.type, enabled=False), self.encoders.cut.watch(caption):
                     found = self.call.encode(**given).to(torch.device("cpu"))
                 if self.store is not None:
                     self.store.put(["condition", key], {"call": found.call, "form": found.form, "own": found.own})

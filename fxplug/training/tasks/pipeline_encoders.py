@@ -17,6 +17,7 @@ from ...lowerings.regions.swapping import BlockSwap
 from ...pipelines.observation import Observation
 from ...pipelines.recorded_run import get_components
 from ..data.image_sources import PlacedImage
+from .cut_captions import CutCaptions
 from .model_call import find_tensor, get_images
 from .task import Batch
 
@@ -28,7 +29,7 @@ class Encoders:
 
     def __init__(self, pipe: Any, device: torch.device) -> None:
         """Take a pipeline whose models are on the device of the run."""
-        self.pipe, self.device = pipe, device
+        self.pipe, self.device, self.cut = pipe, device, CutCaptions(pipe)
         self.away: tuple[str, ...] = ()
 
     def leave(self, *kept: str) -> None:
