@@ -60,7 +60,8 @@ def list_adapters(folder: Saved, allow: Allow = None, as_json: Json = False, deb
             return
         for name in held.names:
             weights = dict.fromkeys(f"{row.get(name, 0.0):g}" for row in rows)
-            print(f"{name}  {', '.join(weights)}{' by sample' if len(rows) > 1 else ''}")
+            note = " by sample" if len(rows) > 1 else " (not in use)" if list(weights) == ["0"] else ""
+            print(f"{name}  {', '.join(weights)}{note}")
         print(f"{len(held.names)} of {held.slots} slots are in use")
 
 

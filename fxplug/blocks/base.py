@@ -218,7 +218,8 @@ class LowRank(Block):
     scale: Tensor
 
     def __init__(self, rank: int, alpha: float | None, rslora: bool, alpha_auto_scale: bool, slots: int) -> None:
-        """Set rank, slots and scale. Raises SpecError for a rank below 1, slots below 0, and as `compute_scale` does."""
+        """Set rank, slots and scale. Raises SpecError for a rank below 1, slots below 0, an alpha of 0,
+        and as `compute_scale` does."""
         super().__init__()
         check_slots(slots)
         self.rank, self.slots = check_count("rank", rank), slots
@@ -226,6 +227,9 @@ class LowRank(Block):
         self.rslora, self.alpha_auto_scale = rslora, alpha_auto_scale
         if not slots:
             factor = compute_scale(rank, alpha, rslora, alpha_auto_scale)
+            if alpha == 0:
+                raise SpecError("alpha is 0, which scales the update to zero, so nothing trains: leave alpha out for a scale of 1, "
+                                "which is what kohya's network_alpha 0 means")
             self.register_buffer("scale", torch.tensor(factor, dtype=torch.float32))
 
     def extra_repr(self) -> str:

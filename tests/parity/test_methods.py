@@ -402,6 +402,7 @@ class Odd(nn.Module):
 REFUSED = [
     ("lora", {"rank": 0}, "rank must be a whole number, 1 or more, not 0"),
     ("lora", {"alpha_auto_scale": False}, "alpha_auto_scale: false uses alpha itself as the scale: set alpha"),
+    ("lora", {"alpha": 0}, "alpha is 0, which scales the update to zero, so nothing trains: leave alpha out"),
     ("lora", {"alpha": 1, "alpha_auto_scale": False, "rslora": True}, "give one of the two"),
     ("lora_weight", {"rank": 0}, "rank must be a whole number, 1 or more, not 0"),
     ("dora", {"rank": -1}, "rank must be a whole number"),

@@ -242,7 +242,7 @@ class FoldPlan:
                 beside = made_by.get("block") in [kind.__name__ for kind in BEHIND]
                 reason = (
                     "there is no layer with a weight directly before or after it"
-                ) if beside else "it depends on more than weights"
+                ) if beside else "it is computed from activations; a block with place: param is not, and merges"
                 self.refused(node, quantised.explain_fixed(self.gm, made_by.get("site", "")) or reason)
             elif name in self.passes:
                 self.reasons[name].setdefault("it", f"'{node.name}' reads its weights")
