@@ -197,8 +197,8 @@ def read_trained(module: Any, passes: Sequence[str] | None = None, *, strict: bo
         raise SpecError(f"no pass without slots is applied here, so there is nothing to save{other}")
     if strict and not entries and not whole:
         raise SpecError(
-            f"{' and '.join(wanted)}: has no low-rank updates{''.join(f': {why}' for why in list(left.values())[:1])}; write it "
-            "with as_='fxplug', or the whole module with fxplug.save"
+            f"{' and '.join(wanted)}: has no low-rank updates{''.join(f': {why}' for why in list(left.values())[:1])}; "
+            "write it with as_='fxplug', or the whole module with fxplug.save"
         )
     return AdapterContents((*entries.values(), *whole), left, get_merged_heads(module, list(wanted)))
 

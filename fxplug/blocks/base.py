@@ -228,8 +228,10 @@ class LowRank(Block):
         if not slots:
             factor = compute_scale(rank, alpha, rslora, alpha_auto_scale)
             if alpha == 0:
-                raise SpecError("alpha is 0, which scales the update to zero, so nothing trains: leave alpha out for a scale of 1, "
-                                "which is what kohya's network_alpha 0 means")
+                raise SpecError(
+                    "alpha is 0, which scales the update to zero, so nothing trains: leave alpha out for a scale of 1, which is "
+                    "what kohya's network_alpha 0 means"
+                )
             self.register_buffer("scale", torch.tensor(factor, dtype=torch.float32))
 
     def extra_repr(self) -> str:
