@@ -280,12 +280,12 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     by_kind = list(kinds())
-    kind_table = table(["made by", "held by", "ViT: off, of what the adapter changes", "UNet"], [row for row, _ in by_kind])
+    kind_table = table(["made by", "stored by", "ViT: error, of the change", "UNet: error, of the change"], [row for row, _ in by_kind])
     print(kind_table, end="\n\n", flush=True)
-    head = ["trainer", "model", "before the name", "rows of names", "layers changed as meant", "source"]
+    head = ["trainer", "model", "prefix", "names", "layers with the right update", "source"]
     trainer_table = table(head, list(trainers()))
     print(trainer_table, end="\n\n", flush=True)
-    family_table = table(["model", "family", "layers with such names", *PREFIXES], list(families()))
+    family_table = table(["model", "family", "layers with own names", *PREFIXES], list(families()))
     print(family_table)
     if options.write:
         page = ROOT / "docs/reference/adapter_files.md"

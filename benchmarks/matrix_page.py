@@ -18,24 +18,25 @@ MARKS = {"equal": "=", "refused": "r", "fault": "F", "does not apply": " ", "": 
 Lines = dict[str, dict[str, Any]]
 INTRO = """# What composes
 
-Each feature of fxplug with each other one, in both orders, on a small model of each family. A cell is *equal* where the two
-give what the adapting ones of them give alone: eager, on one process, applied together (float32: 1e-5 of the largest value,
-bfloat16 and autocast: 2e-2, by the table in `fxplug/core/ir/containers.py`; or no further from the same in float64 than twice
-what the oracle is, three times for gradients, as FlashAttention's tests hold it). Adapters have weights that are not zero, and
-one without an effect is a fault. A cell is *refused* where an error of fxplug's says why and what to do. Anything else is a
-*fault*.
+Which features of fxplug work together: each with each other one, in both orders, on a small model of each family.
 
-`make matrix` writes this page; `python benchmarks/matrix.py "unet: lora_slots + outline"` repeats a cell. A new feature is an
-entry in `benchmarks/matrix_features.py`, a new model one in `benchmarks/matrix_models.py`.
+- *equal*: both together give the result of the oracle, which has the adapting features alone, uncompiled, on one process. The
+  tolerance is 1e-5 of the largest value in float32, 2e-2 in bfloat16 and autocast; or twice the oracle's own distance from
+  float64, three times for gradients, as in FlashAttention's tests. Adapters have weights that are not zero.
+- *refused*: an error of fxplug says why, and what to do.
+- *fault*: anything else, and an adapter without an effect.
+
+`make matrix` writes this page; `python benchmarks/matrix.py "unet: lora_slots + outline"` repeats a cell. Add a feature to
+`benchmarks/matrix_features.py`, a model to `benchmarks/matrix_models.py`.
 """
 
-NOTES = """`torch.compile` is called with the backend `aot_eager`. Processes are threads of one. Where a feature needs an
-adapter and a cell has none before it, LoRA is put in first.
+NOTES = """`torch.compile` uses the backend `aot_eager`. Processes are simulated by threads. If a feature needs an adapter and a cell
+has none before it, LoRA comes first.
 
 ## Pairs
 
-Rows come first, columns second: `=` equal, `r` refused, `F` fault, `.` not measured, blank: makes no sense on this model. Below
-each grid is why a feature is not in it.
+The row is applied first, the column second: `=` equal, `r` refused, `F` fault, `.` not measured, blank: makes no sense on this
+model. Below each grid are the features that it lacks, with the reason.
 """
 
 
@@ -71,7 +72,7 @@ def _pairs(lines: Lines, model: str, features: Sequence[str]) -> dict[tuple[str,
 
 
 def _counts(pairs: dict[str, dict[tuple[str, str], str]]) -> list[str]:
-    heads = ["model", "pairs that make sense", "measured", "equal", "refused", "fault", "equal of measured"]
+    heads = ["model", "pairs that make sense", "measured", "equal", "refused", "fault", "equal, of measured (%)"]
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     total: Counter[str] = Counter()
     for model, cells in pairs.items():
@@ -84,7 +85,7 @@ def _counts(pairs: dict[str, dict[tuple[str, str], str]]) -> list[str]:
 def _row(name: str, count: Counter[str]) -> str:
     measured = count.total() - count[""]
     numbers = [count.total(), measured, count["equal"], count["refused"], count["fault"]]
-    return f"| {name} | {' | '.join(map(str, numbers))} | {count['equal'] / max(1, measured):.1%} |"
+    return f"| {name} | {' | '.join(map(str, numbers))} | {100 * count['equal'] / max(1, measured):.1f} |"
 
 
 def grid(cells: dict[tuple[str, str], str], features: Sequence[str]) -> str:
@@ -116,8 +117,8 @@ def page(lines: Lines, features: Sequence[str], options: argparse.Namespace, pai
     text = [INTRO, f"Measured {date} at {commits}, {versions}, seed {options.seed}, on a CPU.\n", *_counts(pairs), ""]
     missing = sum(list(cells.values()).count("") for cells in pairs.values())
     if missing:
-        text.append(f"{missing} pairs have not been measured; they are dots below, and count for nothing.\n")
-    text += [*_others(lines, options), "## The features\n", "| feature | what is done |", "|---|---|"]
+        text.append(f"{missing} pairs are not measured; they are dots below, and do not count.\n")
+    text += [*_others(lines, options), "## The features\n", "| feature | what the cell does |", "|---|---|"]
     text += [f"| {name} | {FEATURES[name].what} |" for name in features]
     text += ["", NOTES]
     for model, cells in pairs.items():
@@ -127,7 +128,7 @@ def page(lines: Lines, features: Sequence[str], options: argparse.Namespace, pai
         text.append("")
     for kind, title in (("fault", "## Faults\n"), ("refused", "## Refusals\n")):
         found = reasons(lines, kind)
-        text += [title, f"Of {len(found)} kinds; the sentence of the first cell stands for all.\n" if found else "None.\n"]
+        text += [title, f"{len(found)} kinds: the number of cells, and the error of the first.\n" if found else "None.\n"]
         text += [f"- {len(cells)}: {_plain(sentence)} (`{cells[0]}`)" for sentence, cells in found]
         text.append("")
     return re.sub(r" +$", "", "\n".join(text), flags=re.MULTILINE).rstrip() + "\n"
@@ -143,8 +144,8 @@ def _others(lines: Lines, options: argparse.Namespace) -> list[str]:
     if newest:
         run = dict.fromkeys(cell.partition(": ")[0] for cell in lines if cell.startswith("zoo:") and " + " in cell)
         names = ", ".join(name.rpartition("/")[2] for name in sorted(run))
-        text.append(f"Random pairs on {len(run)} of the newest classes of diffusers, of which nothing is said to the program: "
-                    f"{_told(newest)}. They are {names}.\n")  # fmt: skip
+        text.append(f"Random pairs on {len(run)} recent diffusers classes without any model-specific code: {_told(newest)}. "
+                    f"They are {names}.\n")  # fmt: skip
     return text
 
 
