@@ -33,7 +33,7 @@ A model without a page trains, too: `fxplug recipes FOLDER` says what its pipeli
 The figures are computed, not measured. The recipe's model is built and traced on the meta device, without weights. The sum has:
 
 - the weights, in the bytes that the base has,
-- 16 bytes for each number that trains,
+- 16 bytes for each trainable parameter,
 - the results that the backward pass needs,
 - 1 GB for the device.
 
@@ -41,7 +41,7 @@ The figures are computed, not measured. The recipe's model is built and traced o
 [once](../guides/training.md#cache-latents-and-text-embeddings): text encoders and VAE leave the GPU before the first step.
 They fill it while they encode.
 """
-ABOUT = "Train it: layers to adapt, the YAML, memory, files, limits. Written by `make pages` from the recipes"
+ABOUT = "Train it: layers to adapt, the YAML, memory, files, limits. `make pages` writes this page from"
 COMPUTED = "computed on the meta device, not measured ([how](index.md#memory))"
 TABLE = {  # the base: how a configuration asks for it
     None: "bfloat16", "int8": "`quantize: int8`", "nf4": "`quantize: nf4`",
@@ -95,7 +95,7 @@ def _layers(traced: Any) -> str:
     table = [
         f"| `{name}` | {kind} | {len(shapes)} | {_join(dict.fromkeys(shapes))} |" for (name, kind), shapes in rows.items()
     ]  # fmt: skip
-    count = f"{sum(map(len, traced.sites.values()))} layers, {traced.trains / 1e6:.2f} million numbers that train."
+    count = f"{sum(map(len, traced.sites.values()))} layers, {traced.trains / 1e6:.2f} million trainable parameters."
     return "\n".join([count, "", "| name | class | layers | features |", "|---|---|---|---|", *table])
 
 

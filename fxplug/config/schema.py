@@ -21,15 +21,15 @@ PARAMETERS: Texts = {
     "at": ("which layers: a path, a bare name or ending (`to_q`), a glob, `re:...`, `all-linear`, or a list of them", "to_q"),
     "within": ("classes of layers: every such layer among and below the regions of `at`", ["Linear", "Conv2d"]),
     "rank": ("the rank of the update", 16),
-    "alpha": ("the update is scaled by alpha / rank; null is the rank itself", 32),
-    "dropout": ("the part of the input that the update does not see in training", 0.1),
+    "alpha": ("the scale of the update is alpha / rank; null: alpha is the rank", 32),
+    "dropout": ("the share of its input that the update drops in training", 0.1),
 }
 SETTINGS: Texts = {
-    "name": ("what this pass is called: the first part of its keys, and of its inputs where a pass comes twice", "style"),
-    "lr": ("the learning rate of its blocks; null: as in the section train", 1e-4),
-    "weight_decay": ("the weight decay of its blocks; null: as in the section train", 0.01),
-    "train": ("whether its blocks are trained", False),
-    "expect": ("how many places it must find, such as `==420`; then nothing is said of similar layers that it left", "==420"),
+    "name": ("the name of this pass: the first part of its keys, and of its inputs if you use a pass twice", "style"),
+    "lr": ("the learning rate of its blocks; null: `train.lr`", 1e-4),
+    "weight_decay": ("the weight decay of its blocks; null: `train.weight_decay`", 0.01),
+    "train": ("whether its blocks train", False),
+    "expect": ("the number of places that it must find, such as `==420`; fxplug then lists no similar layers", "==420"),
 }
 # examples for parameters of passes that neither have one in their file nor a default that is one
 EXAMPLES: Mapping[str, Any] = {
