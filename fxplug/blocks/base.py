@@ -229,8 +229,8 @@ class LowRank(Block):
             factor = compute_scale(rank, alpha, rslora, alpha_auto_scale)
             if alpha == 0:
                 raise SpecError(
-                    "alpha is 0, which scales the update to zero, so nothing trains: leave alpha out for a scale of 1, which is "
-                    "what kohya's network_alpha 0 means"
+                    "alpha is 0, which scales the update to zero, so nothing trains: leave alpha out for a scale of 1, "
+                    "which is what kohya's network_alpha 0 means"
                 )
             self.register_buffer("scale", torch.tensor(factor, dtype=torch.float32))
 
