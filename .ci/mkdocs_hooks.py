@@ -23,7 +23,7 @@ SECTIONS: dict[str, list[Any]] = {
     "Tutorials": [f"tutorials/{name}.ipynb" for name in TUTORIALS],
     "Train": ["guides/training.md", "guides/methods.md", "guides/other-trainers.md"],
     "Models": ["families/index.md", "families/*.md"],
-    "Adapters": ["guides/adapters.md", "guides/hub.md"],
+    "Adapters": ["guides/adapters.md", "guides/strengths.md", "guides/hub.md"],
     "Pipelines": ["guides/pipelines.md", "guides/step_caches.md", "guides/serving.md", "guides/serve.md"],
     "Export and ship": ["guides/exports.md", "guides/parallel.md"],
     "Write a method": [f"guides/{name}.md" for name in ("configurations", "passes", "extending", "tracing", "report")],
