@@ -280,7 +280,8 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     by_kind = list(kinds())
-    kind_table = table(["made by", "stored by", "ViT: error, of the change", "UNet: error, of the change"], [row for row, _ in by_kind])
+    head = ["made by", "stored by", "ViT: error, of the change", "UNet: error, of the change"]
+    kind_table = table(head, [row for row, _ in by_kind])
     print(kind_table, end="\n\n", flush=True)
     head = ["trainer", "model", "prefix", "names", "layers with the right update", "source"]
     trainer_table = table(head, list(trainers()))

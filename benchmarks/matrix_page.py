@@ -30,13 +30,13 @@ Which features of fxplug work together: each with each other one, in both orders
 `benchmarks/matrix_features.py`, a model to `benchmarks/matrix_models.py`.
 """
 
-NOTES = """`torch.compile` uses the backend `aot_eager`. Processes are simulated by threads. If a feature needs an adapter and a cell
-has none before it, LoRA comes first.
+NOTES = """`torch.compile` uses the backend `aot_eager`. Processes are simulated by threads. If a feature needs an adapter and
+a cell has none before it, LoRA comes first.
 
 ## Pairs
 
-The row is applied first, the column second: `=` equal, `r` refused, `F` fault, `.` not measured, blank: makes no sense on this
-model. Below each grid are the features that it lacks, with the reason.
+The row is applied first, the column second: `=` equal, `r` refused, `F` fault, `.` not measured, blank: makes no sense on
+this model. Below each grid are the features that it lacks, with the reason.
 """
 
 

@@ -69,7 +69,7 @@ QUESTIONS = {
     "lora strength per block": ["guides/strengths#Strength by block"],
     "change lora weight during sampling": ["guides/strengths#Strength by step: a schedule"],
     "extract lora from two checkpoints": ["guides/adapters#Extract an adapter from a checkpoint"],
-    "fine-tune text encoder": ["guides/training#Train the text encoder too", "guides/training#Train the text encoders of a pipeline"],
+    "fine-tune text encoder": ["guides/training#Train the text encoder too"],
     "8bit adam optimizer": ["guides/training#Choose an optimizer"],
     "change number of classes": ["guides/passes#Change the number of classes"],
     "deepcache teacache": ["guides/step_caches#Step caches: DeepCache, TeaCache, first-block cache"],
