@@ -10,7 +10,7 @@ from typing import Any
 from ...core.errors import quote
 from ...pipelines.recorded_run import get_components
 
-Tell = Callable[[str, int, int], None]  # the name of a tokenizer, how many tokens a text has, and how many of them are taken
+Tell = Callable[[str, int, int], object]  # the name of a tokenizer, how many tokens a text has, and how many of them are taken
 
 
 class CutCaptions:
