@@ -23,7 +23,7 @@ SHOWN = 5  # so many examples are listed in a message
 
 
 @dataclass
-class Region:
+class RegionNodes:
     """One call of one module in one graph: the nodes at its edges."""
 
     key: str
@@ -61,7 +61,7 @@ class Regions:
         checks = self.graph.find_nodes(op="call_function", target=ops.check_constants)
         return {name: value for node in checks for name, value in zip(node.args[2], node.args[1], strict=True)}
 
-    def in_ports(self, region: Region) -> list[tuple[Port, int, fx.Node]]:
+    def in_ports(self, region: RegionNodes) -> list[tuple[Port, int, fx.Node]]:
         """Return the tensors that enter a region: their ports, the position of the argument, and the node that reads it."""
         if region.leaf is None:
             return region.inputs
@@ -75,7 +75,7 @@ class Regions:
                 found.append((Port(region.key, "in", (name,)), index, region.leaf))
         return found
 
-    def out_ports(self, region: Region) -> list[tuple[Port, fx.Node]]:
+    def out_ports(self, region: RegionNodes) -> list[tuple[Port, fx.Node]]:
         """Return the tensors that leave a region: their ports and nodes."""
         if region.leaf is None:
             return region.outputs
@@ -86,7 +86,7 @@ class Regions:
     def with_modules(self, paths: Iterable[str]) -> Regions:
         """Return the same regions, with modules that no call of the graph runs, each as a region without edges."""
         new = Regions(self.graph, self.root)
-        new.by_key = {**self.by_key, **{path: Region(path) for path in paths if path not in self.by_key}}
+        new.by_key = {**self.by_key, **{path: RegionNodes(path) for path in paths if path not in self.by_key}}
         return new
 
     @cached_property
@@ -95,9 +95,9 @@ class Regions:
         return [key for key in self.by_key if key]
 
     @cached_property
-    def calls(self) -> dict[str, list[Region]]:
+    def calls(self) -> dict[str, list[RegionNodes]]:
         """Calls of each module, by its path."""
-        found: dict[str, list[Region]] = {}
+        found: dict[str, list[RegionNodes]] = {}
         for region in self.by_key.values():
             found.setdefault(region.path, []).append(region)
         return found
@@ -178,7 +178,7 @@ class _RegionWalk:
     """What one walk finds in a graph that has these nodes and targets."""
 
     steps: list[Any]
-    by_key: dict[str, Region] = field(default_factory=lambda: {"": Region("")})
+    by_key: dict[str, RegionNodes] = field(default_factory=lambda: {"": RegionNodes("")})
     readers: dict[str, list[fx.Node]] = field(default_factory=dict)  # parameters that the graph itself reads
     passes: set[str] = field(default_factory=set)
 
@@ -199,7 +199,7 @@ def _walk(graph: fx.Graph) -> _RegionWalk:
             continue
         port = node.meta.get("port")
         key = next(reversed(stack)) if port is None else port.path
-        region = walk.by_key.setdefault(key, Region(key))
+        region = walk.by_key.setdefault(key, RegionNodes(key))
         if node.op == "call_module" and port is not None:
             region.leaf = node
         elif port is not None and port.side == "in":
@@ -268,7 +268,7 @@ def find_member(node: fx.Node, port: Port) -> fx.Node:
 # --- values at ports
 
 
-def find_region(regions: Regions, port: Port) -> Region:
+def find_region(regions: Regions, port: Port) -> RegionNodes:
     """Return the region of a port. Raises MatchError with the nearest one."""
     region = regions.by_key.get(port.path)
     if region is None:
@@ -285,7 +285,7 @@ def find_source(regions: Regions, port: Port) -> fx.Node:
     return find_output(regions, region, port)
 
 
-def find_input(regions: Regions, region: Region, port: Port) -> tuple[Port, int, fx.Node]:
+def find_input(regions: Regions, region: RegionNodes, port: Port) -> tuple[Port, int, fx.Node]:
     """Return the input at `in`, `in[1]` or `in.name`; without a key the first tensor."""
     ports = regions.in_ports(region)
     if not ports:
@@ -306,7 +306,7 @@ def find_input(regions: Regions, region: Region, port: Port) -> tuple[Port, int,
     raise MatchError(f"'{port}' {why} of '{region.key or 'the model'}'; there are {listed}")
 
 
-def find_output(regions: Regions, region: Region, port: Port) -> fx.Node:
+def find_output(regions: Regions, region: RegionNodes, port: Port) -> fx.Node:
     """Return the node of a region's result at this port. Raises MatchError, with the existing ones, if there is none."""
     ports = regions.out_ports(region)
     if not ports:
@@ -361,7 +361,7 @@ def list_member_ports(regions: Regions, port: Port) -> Any:
     return nest(rows) if rows else ()
 
 
-def _arguments(regions: Regions, region: Region) -> tuple[Any, ...]:
+def _arguments(regions: Regions, region: RegionNodes) -> tuple[Any, ...]:
     """Return the positional arguments of a region's call, constants as they are; all arguments if none is positional."""
     ports = regions.in_ports(region)
     if region.leaf is not None:
@@ -379,7 +379,7 @@ def _arguments(regions: Regions, region: Region) -> tuple[Any, ...]:
     )
 
 
-def _named(regions: Regions, region: Region) -> dict[str, Any]:
+def _named(regions: Regions, region: RegionNodes) -> dict[str, Any]:
     """Return the keyword arguments of a region's call, constants as they are."""
     ports = regions.in_ports(region)
     if region.leaf is not None:

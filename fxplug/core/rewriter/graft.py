@@ -17,7 +17,7 @@ from ..errors import SpecError, TraceError
 from ..ir import ops
 from ..ir.containers import Container, get_plain_attributes, list_leaves, list_tensors, map_leaves
 from ..ir.graph import ENTRY, MODES, Graph, erase, get_meta, insert, is_added, redirect
-from ..ir.regions import Region, Regions
+from ..ir.regions import RegionNodes, Regions
 from ..ir.traced_module import TracedModule
 from ..spec.addresses import Port, make_identifier
 from ..spec.rules import Pass
@@ -276,7 +276,7 @@ class OpenedGraph:
             node = self.behind[node.name]
         return node
 
-    def open(self, region: Region, reason: str) -> None:
+    def open(self, region: RegionNodes, reason: str) -> None:
         """Replace a leaf's call by its own code; `reason` says for what."""
         leaf = region.leaf
         assert leaf is not None
@@ -309,7 +309,7 @@ class OpenedGraph:
         self.now_inside(graft.nodes)
         replace_leaf_uses(leaf, result)
 
-    def add_edges(self, region: Region) -> None:
+    def add_edges(self, region: RegionNodes) -> None:
         """Make a leaf a region with edges of its own, so that its place remains when its call is replaced."""
         leaf = region.leaf
         assert leaf is not None

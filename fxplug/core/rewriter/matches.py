@@ -12,7 +12,7 @@ from torch import fx, nn
 from ..errors import MatchError, format_fields
 from ..ir import functions
 from ..ir.graph import is_added
-from ..ir.regions import Region, Regions, format_names
+from ..ir.regions import RegionNodes, Regions, format_names
 from ..spec.addresses import Port, choose_names, is_pattern, parse_port
 from ..spec.rules import Match, Pass, Rule
 
@@ -30,7 +30,7 @@ def last_layer(regions: Regions) -> str:
 
     Raises MatchError if there is no such layer, or if there are several.
     """
-    called: dict[fx.Node, Region] = {r.leaf: r for r in regions.by_key.values() if r.leaf is not None}
+    called: dict[fx.Node, RegionNodes] = {r.leaf: r for r in regions.by_key.values() if r.leaf is not None}
     called |= {node: r for r in regions.by_key.values() if r.leaf is None and _is_head(regions, r) for _, node in r.outputs}
     (output,) = (node for node in regions.graph.nodes if node.op == "output")
     found = [_made_of(regions, node, called) for node in output.all_input_nodes]
@@ -47,7 +47,7 @@ def last_layer(regions: Regions) -> str:
     )
 
 
-def _made_of(regions: Regions, result: fx.Node, called: dict[fx.Node, Region]) -> tuple[list[str], list[str]]:
+def _made_of(regions: Regions, result: fx.Node, called: dict[fx.Node, RegionNodes]) -> tuple[list[str], list[str]]:
     """Return the layers from whose results a result is made without other weights, and its other sources."""
     heads: dict[str, None] = {}
     others: dict[str, None] = {}
@@ -79,7 +79,7 @@ def _made_of(regions: Regions, result: fx.Node, called: dict[fx.Node, Region]) -
     return list(heads), list(others)
 
 
-def _is_head(regions: Regions, region: Region) -> bool:
+def _is_head(regions: Regions, region: RegionNodes) -> bool:
     return bool(region.path) and not regions.inserted(region.path) and regions.classes(region.path)[0] in KINDS
 
 
@@ -203,7 +203,7 @@ def is_a(regions: Regions, name: str, classes: Sequence[str | type]) -> bool:
     return not classes or any((c if isinstance(c, str) else c.__name__) in known for c in classes)
 
 
-def find_operations(region: Region, match: Match) -> list[fx.Node]:
+def find_operations(region: RegionNodes, match: Match) -> list[fx.Node]:
     """Return the operations of a region that `op` names: by short name, as function or method, or by public name."""
     wanted = {op if isinstance(op, str) else functions.get_short_name(op) for op in match.op or ()}
     public = functions.name_functions()

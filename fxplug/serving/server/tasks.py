@@ -64,7 +64,7 @@ def _make_control(pipe: Any, name: str, folder: Path) -> Any:
         raise SpecError(f"'{folder}' has no ControlNet: {get_first_line(error)}", path=path) from None
     try:
         made = _derive(AutoPipelineForText2Image, pipe, controlnet=control)
-    except Exception as error:
+    except Exception as error:  # whatever a class of diffusers raises for models that it is not for
         raise SpecError(f"diffusers has no pipeline of {type(pipe).__name__} with this ControlNet: {get_first_line(error)}",
                         path=path) from None  # fmt: skip
     if "controlnet" not in made.components:

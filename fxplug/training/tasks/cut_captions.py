@@ -59,6 +59,7 @@ def _watch(name: str, tokenizer: Any, tell: Tell) -> Iterator[None]:
                         tell(name, count, limit)
         return kind.__call__(self, *args, **named)
 
+    # nothing plainer sees the calls: Python looks `__call__` up in the class, and pipelines have the tokenizer in several places
     tokenizer.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
     try:
         yield
