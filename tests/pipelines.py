@@ -216,7 +216,7 @@ def stable_diffusion(folder: Any, **parts: Any) -> Any:
 def controlled(name: str) -> tuple[Any, dict[str, Any]]:
     """A pipeline of SDXL with a ControlNet, by the end of its class's name, and how it is called."""
     kind = getattr(diffusers, f"StableDiffusionXLControlNet{name}Pipeline")
-    unet = small.seeded(unets.sdxl_model)
+    unet = small.seeded(unets.small_sdxl_model)
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
     decoder = AutoencoderKL(block_out_channels=(8, 8, 8, 8), latent_channels=4, norm_num_groups=4, **blocks)
     parts = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
@@ -227,7 +227,7 @@ def controlled(name: str) -> tuple[Any, dict[str, Any]]:
     if name == "Inpaint":
         given["mask_image"] = (image[:, :1] > 0.5).float()
 
-    text = {"prompt_embeds": noise(1, 5, 24), "pooled_prompt_embeds": noise(1, 8)}
+    text = {"prompt_embeds": noise(1, 5, 12), "pooled_prompt_embeds": noise(1, 8)}
     given |= {**text, **{f"negative_{key}": value * 0.1 for key, value in text.items()}, "num_inference_steps": 2}
     given |= {"height": 128, "width": 128, "output_type": "pt"}
     scheduler = DDIMScheduler(clip_sample=False)
