@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+import runs
 import tiny_pipelines as tiny
 import torch
 from fuzz_two_latents import TRAITS, Pipeline, check, fuzz_two_latents
@@ -19,6 +20,13 @@ from fxplug.training.tasks.pipeline_denoise import PipelineDenoise
 
 CALL = {**tiny.CALLS["ltx2"], "height": SIZE[0], "width": SIZE[1]}
 pytestmark = pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shared():
+    """The runs of this file have what is traced and seen of a tiny pipeline in common; what is observed itself is not."""
+    with runs.sharing():
+        yield
 
 
 def test_what_is_said_of_a_denoiser_of_video_and_sound():
