@@ -10,7 +10,7 @@ import runs
 import tiny_pipelines as tiny
 import torch
 from fuzz_two_latents import TRAITS, Pipeline, check, fuzz_two_latents
-from test_pipeline_denoise import SIZE, batch_of, config, rewritten, set_up, trainer_of
+from test_pipeline_denoise import SIZE, batch_of, config, set_up
 
 import fxplug
 from fxplug.core.errors import SpecError, TrainError
@@ -88,13 +88,7 @@ def test_without_a_call_that_keeps_them_apart_it_is_refused():
 
 
 @pytest.mark.slow
-def test_layers_of_the_sound_alone_are_said_to_get_no_gradient(tmp_path):
-    pipe = tiny.make("ltx2")
-    task = PipelineDenoise(pipe, tiny.CALLS["ltx2"], samples=0)
-    trainer_of(rewritten(pipe, tiny.CALLS["ltx2"]), task, out=tmp_path / "a").fit()
-    log = (tmp_path / "a" / "log.jsonl").read_text()
-    assert "audio_attn1.to_q" in log
-    assert "hidden_states is trained without audio_hidden_states, by isolate_modalities=True" in log
+def test_layers_of_the_sound_alone_get_no_gradient(tmp_path):
     given = config(tmp_path, "ltx2", passes=[{"lora": {"at": ["audio_attn1.to_q"], "rank": 4}}])
     with pytest.raises(TrainError, match="not depend on any trained parameter: hidden_states is trained without audio_"):
         fxplug.train(given, out=tmp_path / "b", quiet=True)
@@ -105,6 +99,9 @@ def test_what_a_run_saves_draws_in_the_stock_pipeline(tmp_path):
     """A loaded module has no model at hand; the pipeline asks its layers for positions, which it makes by its own settings, and
     calls it three times in a step, with other settings each time."""
     run = fxplug.train(config(tmp_path, "ltx2"), out=tmp_path / "run", quiet=True)
+    log = (tmp_path / "run" / "log.jsonl").read_text()  # it says which layers got no gradient, and why
+    assert "audio_attn1.to_q" in log
+    assert "hidden_states is trained without audio_hidden_states, by isolate_modalities=True" in log
     pipes = [tiny.make("ltx2") for _ in range(3)]
     pipes[1].transformer = fxplug.pipeline_part(fxplug.load(tmp_path / "run" / "module"))
     pipes[2].load_lora_weights(str(Path(run.out) / "adapter"))
@@ -132,15 +129,11 @@ def test_videos_train_it_too(tmp_path):
 
 
 def test_random_pipelines_of_two_latents_are_observed_as_they_are_or_refused():
+    """`make fuzz` has as many as it is given."""
     assert fuzz_two_latents(16, 100) == []
-
-
-@pytest.mark.slow
-def test_more_random_pipelines_of_two_latents():
-    assert fuzz_two_latents(40, 1000) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trait", TRAITS)
 def test_each_trait_by_which_a_picture_cannot_be_trained_alone_is_refused(trait):
-    assert [check(Pipeline(random.Random(seed), trait)) for seed in range(4)] == [None] * 4
+    assert [check(Pipeline(random.Random(seed), trait)) for seed in range(2)] == [None] * 2
