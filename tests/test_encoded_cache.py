@@ -191,8 +191,8 @@ def check(folder, least=0):
 @pytest.mark.slow
 def test_killed_at_any_moment_no_entry_is_broken(tmp_path):
     rng, counts = random.Random(0), []
-    for turn in range(20):
-        if turn % 5 == 0:
+    for turn in range(8):
+        if turn % 4 == 0:
             shutil.rmtree(tmp_path / "cache", ignore_errors=True)
         process = filler(tmp_path / "cache", turn)
         time.sleep(rng.random() * 0.4)

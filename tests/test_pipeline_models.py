@@ -59,6 +59,11 @@ def rewritten(base, model, *, passes=LORA, out=None, **sections):
     return fxplug.rewrite(load_config({"model": model, "passes": passes, **sections}, base=base), out=out, verify=False)
 
 
+def built(base, model, **sections):
+    """The part and what it is called with, not traced."""
+    return pipeline_model.build_pipeline_model(load_config({"model": model, **SIZED, **sections}, base=base))
+
+
 def refused(base, model, **sections):
     with pytest.raises(fxplug.SpecError) as caught, pytest.MonkeyPatch.context() as patch:
         patch.setattr(flow, "_traced", runs.build_traced)
@@ -206,7 +211,7 @@ def test_the_command_line_says_of_which_part_it_tells(pipes):
     file = base / "both.yaml"
     model = {"pipeline": "wan22", "part": ["transformer", "transformer_2"], "call": {"num_frames": 1}}
     file.write_text(yaml.safe_dump({"model": model, "passes": LORA, **SIZED}))
-    for words in (["sites", file], ["diff", file], ["rewrite", file]):
+    for words in (["sites", file], ["diff", file], ["rewrite", file, "--no-verify"]):
         done = small.command(*words)
         assert done.exit_code == 0, done.output
         first, second = (done.stdout.index(f"{part} (WanTransformer3DModel)\n") for part in model["part"])
@@ -235,8 +240,7 @@ def test_pipelines_that_need_a_picture_get_a_grey_one(home):
                                                                                    attention_head_dim=2)}
     given = {**{k: v for k, v in given.items() if k != "image_encoder"}, "requires_safety_checker": False}
     diffusers.StableDiffusionInstructPix2PixPipeline(**given).save_pretrained(home / "edits")
-    result = rewritten(home, {"pipeline": "edits"}, **SIZED)
-    assert result.inputs[0][0].shape[1:] == (8, 8, 8)  # the picture is of that size
+    assert built(home, {"pipeline": "edits"}).inputs[0][0].shape[1:] == (8, 8, 8)  # the picture is of that size
 
 
 # --- arguments and sizes
@@ -274,7 +278,7 @@ def test_a_size_that_the_pipeline_does_not_draw(name, text, pipes):
 
 
 def test_sides_of_a_size_are_height_and_width(pipes):
-    result = rewritten(pipes("flux"), {"pipeline": "flux"}, data={"images": ".", "size": [32, 96]})
+    result = built(pipes("flux"), {"pipeline": "flux"}, data={"images": ".", "size": [32, 96]})
     assert result.inputs[1]["hidden_states"].shape == (2, 12, 16)
     assert result.inputs[1]["img_ids"].amax(0).tolist() == [0, 1, 5]
 
@@ -384,7 +388,7 @@ def test_a_modular_pipeline_of_a_folder(home, pipes):
     pipe, made = FluxAutoBlocks().init_pipeline(), tiny_pipelines.make("flux")
     pipe.update_components(**{name: part for name, part in made.components.items() if name in pipe.component_names})
     pipe.save_pretrained(str(home / "modular"), overwrite_modular_index=True)
-    result = rewritten(home, {"pipeline": "modular"}, **SIZED)
+    result = built(home, {"pipeline": "modular"})
     assert result.inputs[1]["hidden_states"].shape == (2, 16, 16)
     assert "takes no argument 'guidance' (did you mean 'guidance_scale'?)" in refused(
         home, {"pipeline": "modular", "call": {"guidance": 1}}
@@ -399,7 +403,7 @@ def test_a_block_of_a_modular_pipeline_is_left_out(home):
     recipe_twins.save("flux3", home / "flux3")
     given = {"pipeline": "flux3", "part": "transformer", "call": {"text_encoder_out_layers": [1, 2]}}
     assert "lacks prompt_upsampler, prompt_upsampler_processor" in refused(home, given)
-    result = rewritten(home, {**given, "options": {"without": ["prompt_upsampler"]}}, **SIZED)
+    result = built(home, {**given, "options": {"without": ["prompt_upsampler"]}})
     assert [*result.pipeline.blocks.sub_blocks] == ["text_encoder", "vae_encoder", "denoise", "decode"]
     wrong = "has no block 'prompt_upsample' (did you mean 'prompt_upsampler'?); there are prompt_upsampler, text_encoder"
     assert wrong in refused(home, {**given, "options": {"without": "prompt_upsample"}})
@@ -438,7 +442,7 @@ def test_all_models_are_of_one_dtype_whatever_they_were_saved_in(home):
         part.to(torch.bfloat16)
     half.save_pretrained(home / "half")
     for dtype in (None, "bfloat16"):
-        result = rewritten(home, {"pipeline": "half"}, dtype=dtype, **SIZED)
+        result = built(home, {"pipeline": "half"}, dtype=dtype)
         found = {part.dtype for part in (result.pipeline.unet, result.pipeline.vae, result.pipeline.text_encoder)}
         assert found == {torch.float32 if dtype is None else torch.bfloat16} == {result.inputs[0][0].dtype}
 
