@@ -195,7 +195,8 @@ def trained(name: str, changes: list[str], **more: Any) -> Any:
     """Run two steps of a recipe, the rest of its file as it is."""
     steps = ["train.epochs=null"] if "epochs" in sections(name)["train"] else []
     config = fxplug.load_config(name, [*changes, *steps, "train.steps=2", "train.log.tensorboard=false"])
-    run = fxplug.train(config, out="run", quiet=True, **more)
+    with runs.sharing():
+        run = fxplug.train(config, out="run", quiet=True, **more)
     assert [row["step"] for row in run.history] == [1, 2]
     assert all(row["loss"] == row["loss"] and row["loss"] < 1e6 for row in run.history)
     return run
@@ -231,6 +232,7 @@ def test_the_first_qwen_image_edit_trains_on_pairs(tmp_path, monkeypatch):
         "train": {"task": {"denoise": {"samples": 1, "sample_steps": 2}}, "steps": 2, "batch": 2},
         "data": {"images": str(tmp_path / "after"), "conditions": str(tmp_path / "before"), "size": 64, "cache": False},
     }  # fmt: skip
-    done = fxplug.train(config, out=tmp_path / "run", quiet=True)
+    with runs.sharing():
+        done = fxplug.train(config, out=tmp_path / "run", quiet=True)
     assert len(done.history) == 2 and all(math.isfinite(row["loss"]) for row in done.history)
     assert any(note.startswith("adapter/ in the stock pipeline: equal") for note in runs.notes(tmp_path / "run"))
