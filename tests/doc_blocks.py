@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import yaml
 
 import fxplug
@@ -146,7 +147,7 @@ def execute(command: str, where: str, code: int = 0) -> str:
         return out.getvalue()
     assert words[0] == "python", f"{where}: only fxplug and python can be run here: say why '{words[0]}' is not"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-W", "ignore", *words[1:]], capture_output=True, text=True, env=environment)
+    done = subprocess.run([forked_python.python(), "-W", "ignore", *words[1:]], capture_output=True, text=True, env=environment)
     assert done.returncode == code, f"{where}: {command} ends with {done.returncode}, not {code}\n{done.stderr}"
     return done.stdout
 

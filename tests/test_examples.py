@@ -11,6 +11,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import forked_python
 import pipelines
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_unet_in_pipeline(capsys):
 @pytest.mark.slow
 def test_parallel(tmp_path):
     """A model that no library has, without weights worth speaking of, by two processes and by stale patches."""
-    command = [sys.executable, "-W", "ignore", str(EXAMPLES / "parallel.py"), "--quick"]
+    command = [forked_python.python(), "-W", "ignore", str(EXAMPLES / "parallel.py"), "--quick"]
     env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert run.returncode == 0, run.stderr
@@ -199,7 +200,7 @@ def test_hcp_and_everydream_in_two_steps(tmp_path, monkeypatch, caplog):
 @pytest.mark.slow
 def test_hcp_and_everydream(tmp_path):
     less = ["train.steps=3", "train.log.samples=0"]
-    command = [sys.executable, str(EXAMPLES / "hcp_and_everydream.py"), str(tmp_path / "out"), *less]
+    command = [forked_python.python(), str(EXAMPLES / "hcp_and_everydream.py"), str(tmp_path / "out"), *less]
     run = subprocess.run(command, capture_output=True, text=True, cwd=EXAMPLES.parent)
     assert run.returncode == 0, run.stderr
     assert "epoch 0 of run begins at step 0" in run.stderr and "recognised: " in run.stdout
@@ -252,7 +253,7 @@ def test_the_weights_of_fashion_are_those_of_its_configurations(monkeypatch):
 @pytest.mark.slow
 def test_fashion(tmp_path):
     """Two steps of each training, then what the trained weights beside it are worth, on a few images."""
-    command = [sys.executable, str(EXAMPLES / "fashion.py"), "--quick", "--out", str(tmp_path)]
+    command = [forked_python.python(), str(EXAMPLES / "fashion.py"), "--quick", "--out", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=EXAMPLES.parent)
     assert run.returncode == 0, run.stderr
     share = {title: float(value) for title, value in re.findall(r"^  (.*): ([\d.]+)% recognised", run.stdout, re.M)}

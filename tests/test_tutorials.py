@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import forked_python
 import nbformat
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager
@@ -23,11 +24,12 @@ QUICK = {"own_method"}  # one that shows how they are run; each takes more than 
 NUMBER_OF_TUTORIALS = 7
 
 
-def run(notebook, folder):
-    """Run all cells of a notebook in a new kernel of this Python; CellExecutionError for one that fails.
+def run(notebook, folder, python=None):
+    """Run all cells of a notebook in a new kernel, forked or of another Python; CellExecutionError for one that fails.
 
     A cell with the tag `checked` has to print the text that is stored in it.
     """
+    python = python or forked_python.python()
     stored = [printed(cell) for cell in notebook.cells]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     changes = {
@@ -35,7 +37,7 @@ def run(notebook, folder):
         "OMP_NUM_THREADS": "1",
         "IPYTHONDIR": str(folder / "ipython"),
         "PYTHONPATH": os.pathsep.join(paths),
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PATH": os.pathsep.join([str(Path(python).parent), os.environ["PATH"]]),
     }
     env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"} | changes
     (folder / "work").mkdir()
@@ -45,6 +47,7 @@ def run(notebook, folder):
             transport="ipc",
             connection_file=f"{sockets}/kernel.json",
         )
+        manager.kernel_spec.argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         client = NotebookClient(notebook, km=manager, timeout=600)
         client.execute(cleanup_kc=True, cwd=str(folder / "work"), env=env)
     for cell, text in zip(notebook.cells, stored, strict=True):
@@ -66,7 +69,7 @@ def read(name):
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in NAMES])
 def test_tutorial(name, tmp_path):
-    run(read(name), tmp_path)
+    run(read(name), tmp_path, sys.executable if name in QUICK else None)
 
 
 def test_tutorials_are_short_and_know_nothing_of_the_machine_that_ran_them():
