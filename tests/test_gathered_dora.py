@@ -86,6 +86,29 @@ def test_forms_of_the_module_give_the_same(tmp_path):
 
 
 @torch.no_grad()
+def test_repeated_regions_are_one():
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    x = torch.randn(3, 5, 8)
+    new = fxplug.apply(fxplug.trace(blocks, x), fxplug.load_pass("dora", at="*.0", rank=2, slots=2, per_sample=1))
+    state = {f"{n}.0.lora_A.weight": torch.randn(2, 8) for n in range(3)}
+    state |= {f"{n}.0.lora_B.weight": torch.randn(8, 2) for n in range(3)}
+    state |= {f"{n}.0.lora_magnitude_vector.weight": torch.rand(8) + 1 for n in range(3)}
+    new.adapters.load("a", state)
+    one = fxplug.lower(new, fuse=None, outline=["*"])
+    assert [len(regions) for regions in one.meta["nested"].values()] == [3]
+    rows = ["a", None, {"a": 0.5}]
+    for module in (new, one):
+        module.adapters.use(rows)
+    assert torch.equal(one(x), new(x))
+    with torch.no_grad():
+        blocks[1][0].weight.mul_(2)
+    for module in (new, one):
+        module.adapters.use(rows)
+    assert torch.equal(one(x), new(x))
+
+
+@torch.no_grad()
 def test_gains_are_those_of_the_base_as_it_is():
     own = fxplug.trace(fuzz_mixtures.Mixed(random.Random(3)).eval(), draw_call(4, 0, torch.float32))
     own.load_state_dict(traced().state_dict())

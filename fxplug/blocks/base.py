@@ -155,7 +155,8 @@ class Block(nn.Module):
     """A module that passes may put in: `at(site, **options)` makes one, `forward` gets the values of the rule's `args`.
 
     `neutral` says that a new one leaves the output `torch.equal` to what it was; `hands_on` that `at` hands the options that it
-    does not name on to the constructor; `update_kind` what adapters hold for it, for this class alone.
+    does not name on to the constructor; `update_kind` what adapters hold for it, for this class alone; `about_place` which
+    attributes say where it is, and change nothing of what it computes.
     """
 
     is_block: ClassVar[bool] = True
@@ -163,6 +164,7 @@ class Block(nn.Module):
     hands_on: ClassVar[bool] = False
     update_kind: ClassVar[UpdateKind | None] = None
     by_sample: ClassVar[str] = ""  # the block that does the same with `per_sample`, beside its layer
+    about_place: ClassVar[tuple[str, ...]] = ()
 
     # classmethod (site, **options) -> Block: the options that a rule may give are its named arguments
     at: Any = classmethod(lambda cls, site, **options: cls(**options))

@@ -149,6 +149,7 @@ class GatheredDora(GatheredLora):
     update_kind = Lora.update_kind
     layers = ("Linear", "TransposedLinear", *CONVOLUTIONS, "Embedding")
     gains = ("gain", "shift")  # what `make_gain` gives
+    about_place = ("layer",)
     magnitude: nn.Parameter
     gain: nn.Parameter
     shift: nn.Parameter

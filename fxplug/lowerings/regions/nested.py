@@ -280,7 +280,8 @@ def _described(root: nn.Module, target: str) -> Any:
         return _tensor(found)
     rows = []
     for name, module in found.named_modules():
-        settings = tuple(sorted((k, repr(v)) for k, v in get_plain_attributes(module).items()))
+        own = get_plain_attributes(module).items()
+        settings = tuple(sorted((k, repr(v)) for k, v in own if k not in getattr(module, "about_place", ())))
         tensors = [*module._parameters.items(), *module._buffers.items()]
         rows.append((name, list_class_names(module), settings, tuple((k, _tensor(t)) for k, t in tensors)))
     return tuple(rows)
