@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -75,7 +76,11 @@ def make_requests(pipe: Any, call: dict[str, Any]) -> list[Request]:
     for number in range(REQUESTS):
         own = pipelines.variant(call, number + 1)
         if "num_inference_steps" in takes:
-            own["num_inference_steps"] = 2 + number % 2
+            own["num_inference_steps"] = steps = 2 + number % 2
+            if steps * own.get("strength", 1) < 1:  # so few are none
+                own["num_inference_steps"] = math.ceil(steps / own["strength"])
+        if "intermediate_timesteps" in takes:  # which two steps alone take
+            own["intermediate_timesteps"] = None
         if "output_type" in takes:
             own["output_type"] = "np"
         made.append(Request(call=own, seed=number if "generator" in takes else None))
