@@ -244,6 +244,30 @@ class Subject:
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and 0 not in tensor.stride():  # none is expanded
                 self.rng.choice([tensor, tensor.data]).mul_(self.rng.choice([1.5, -1.0, 0.0]))
 
+    def change_layout(self) -> None:
+        """Gives an input the same numbers in memory of another layout, or one number in the place of many."""
+        name = self.rng.choice([name for names in self.groups.values() for name in names if name in self.inputs])
+        before, way = self.inputs[name], self.rng.choice(["offset", "transposed", "gaps", "expanded"])
+
+        def lay(tensor: torch.Tensor, _: Any) -> torch.Tensor:
+            if not tensor.dim() or not tensor.is_floating_point():
+                return tensor
+            if way == "offset":
+                memory = torch.zeros(tensor.numel() + 3, dtype=tensor.dtype)
+                return memory[self.rng.randrange(4) :][: tensor.numel()].view(tensor.shape).copy_(tensor)
+            if way == "transposed":
+                return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+            if way == "gaps":
+                return torch.stack([tensor, torch.randn(tensor.shape, generator=self.gen).to(tensor.dtype)], -1)[..., 0]
+            return tensor[:1].clone().expand(tensor.shape)
+
+        self.inputs[name] = map_leaves(before, lay)
+        try:
+            with torch.no_grad():
+                self.plain(**self.inputs)
+        except RuntimeError:  # of an operation that takes no such layout
+            self.inputs[name] = before
+
     def change_adapter(self) -> None:
         if not self.has_slots:
             return
