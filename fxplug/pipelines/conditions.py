@@ -62,7 +62,7 @@ class BatchDims:
     __repr__ = format_fields
 
     @functools.cached_property
-    def _dims_of_arguments(self) -> dict[str, int]:
+    def dims_of_arguments(self) -> dict[str, int]:
         """Return the dimension of samples of each argument that is a tensor, by name."""
         return {_argument(path): dim for path, dim in self.dims.items() if len(path) == 1}
 
@@ -88,7 +88,7 @@ class BatchDims:
                 joined[name] = [entry for call in calls for entry in call[name]]
                 continue
             if isinstance(value, Tensor):  # as most are, in each step: none of these is looked for in a structure
-                dim = self._dims_of_arguments.get(name)
+                dim = self.dims_of_arguments.get(name)
                 joined[name] = value if dim is None else torch.cat([call[name] for call in calls], dim)
                 continue
             rows = [pytree.tree_flatten_with_path({name: call[name]}) for call in calls]

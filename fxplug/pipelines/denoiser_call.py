@@ -68,7 +68,8 @@ class DenoiserCall:
             self._refuse("output", f"part of the scheduler's input is not in the output of {part}")
         self.times = {name: torch.as_tensor(example[name]) for name in (observation.time, *observation.also)}
         for name, time in self.times.items():
-            if time.shape not in ((), (1,)):
+            by_part = time.dim() == 2 and len(time) == 1 and batching.dims_of_arguments.get(name) == 0  # equal ones
+            if time.shape not in ((), (1,)) and not by_part:
                 self._refuse("time", f"{name} of {part} is {list(time.shape)} for one sample, and must be [1]")
         self.like = example[noisy]
         leaves = pytree.tree_flatten_with_path({noisy: self.like})[0]
@@ -124,7 +125,8 @@ class DenoiserCall:
         call[self.observation.noisy] = self._structure(self.to_input(x, own))
         times = time if time.is_floating_point() else time.double()
         for name, like in self.times.items():
-            call[name] = self.observation.model_time(times).to(like.dtype)
+            told = self.observation.model_time(times).to(like.dtype)
+            call[name] = told[:, None].expand(-1, like.shape[1]) if like.dim() == 2 else told  # of each token
         return call
 
     def _structure(self, rows: Tensor) -> Any:
