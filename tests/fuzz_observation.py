@@ -230,9 +230,9 @@ def observe_at_random(cases: int, seed: int, traits: Sequence[str], make: Any, c
     for n in range(seed, seed + cases):
         rng = random.Random(n)
         trait = rng.choice(traits) if rng.random() < 0.5 else None
-        pipe = make(rng, trait)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            pipe = make(rng, trait)
             if (wrong := check(pipe)) is not None:
                 found.append(f"case {n} ({trait}, {pipe.family}): {wrong}")
     return found

@@ -205,8 +205,9 @@ def _observe_once(
     coded: dict[str, Any] = {"results": results, "denoisers": frozenset({part, *others}), "reused": reused}
     for number in (STEPS, 2 * STEPS, MOST_STEPS):
         first = call_pipeline(pipe, call, steps=number, latents=torch.ones_like, outputs=torch.ones_like, **coded)
-        rounds = [_end_at(pipe, step, part).calls for step in first.steps if step.place == 0]
-        if number == MOST_STEPS or not others or sum(bool(calls) and calls[-1][0] == part for calls in rounds) > 2:
+        ends = [_end_at(pipe, step, part) for step in first.steps if step.place == 0]
+        times = {float(torch.as_tensor(step.time).flatten()[0]) for step in ends if step.calls and step.calls[-1][0] == part}
+        if number == MOST_STEPS or not others or len(times) > 2:
             break
     coded["steps"] = number
     twos = make_codes(2)["twos"]
@@ -234,7 +235,7 @@ def _observe_once(
     if call != given and isinstance(call.get("prompt"), str):
         other = {**call, "prompt": PROMPTS[call["prompt"] == PROMPTS[0]]}
         run = call_pipeline(pipe, other, latents=torch.ones_like, outputs=torch.ones_like, **coded)
-        if not _list_changed(call_of, _list_steps(pipe, run, part, place)[0].calls[-1][1]):
+        if not set(_list_changed(call_of, _list_steps(pipe, run, part, place)[0].calls[-1][1])).difference(noisy):
             raise refuse(pipe, "guidance", f"switched off it leaves out the prompt: no argument of {part} changes with that")
     before = list(dict.fromkeys(name for name, _, _ in steps[0].calls[:-1]))
     if len(noisy) != 1:
@@ -244,6 +245,8 @@ def _observe_once(
             raise refuse(pipe, "input", f"{why}: {earlier}")
         raise refuse(pipe, "latents" if noisy else "input", why)
     noisy_name = noisy[0]
+    if len({flatten_tensors(step.calls[-1][1][noisy_name]).numel() for step in steps}) > 1:
+        raise refuse(pipe, "guidance", f"{part} sees each sample more than once in some of the steps")
     try:
         to_input = solve_map({n: s[0].calls[-1][1][noisy_name] for n, s in seen.items()}, shape)
         last = solve_map({n: s[-1].calls[-1][1][noisy_name] for n, s in seen.items()}, shape)
@@ -390,7 +393,8 @@ def confirm(pipe: Any, observation: Observation, calls: tuple[Mapping[str, Any],
         assert calls is not None
     worst = 0.0
     for seed, call in enumerate(calls):
-        run = call_pipeline(pipe, call, steps=observation.steps if observation.others else 3, seed=seed + 1)
+        # another number of steps than what was observed: a time may count them
+        run = call_pipeline(pipe, call, steps=observation.steps + 1 + seed if observation.others else 3, seed=seed + 1)
         worst = max(worst, _compare_run(pipe, observation, run))
         _check_alone(pipe, observation, run)
         # the same on random values, in float32: those of a few steps may be large all of them, or rounded
