@@ -44,7 +44,7 @@ def _list_tokenizers(pipe: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _watch(name: str, tokenizer: Any, tell: Tell) -> Iterator[None]:
-    """Count the tokens of texts that are cut in calls of a tokenizer inside. A class, for calls are looked up in that."""
+    """Count the tokens of texts that are cut in calls of a tokenizer inside."""
     kind = type(tokenizer)
 
     def call(self: Any, *args: Any, **named: Any) -> Any:
@@ -59,7 +59,7 @@ def _watch(name: str, tokenizer: Any, tell: Tell) -> Iterator[None]:
                         tell(name, count, limit)
         return kind.__call__(self, *args, **named)
 
-    # nothing plainer sees the calls: Python looks `__call__` up in the class, and pipelines have the tokenizer in several places
+    # nothing plainer sees a call of an object: Python looks it up in the class
     tokenizer.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
     try:
         yield
