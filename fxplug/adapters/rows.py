@@ -182,7 +182,7 @@ def make_tables(adapters: Slots, rows: list[Row], single: bool) -> Tables:
         names = adapters.names_of(p)
         if not single and len(rows) > weights.shape[0]:
             raise SpecError(f"a batch can have entries for at most {weights.shape[0]} samples, not {len(rows)}")
-        table = torch.tensor([[get_value(row.get(name, 0.0)) if name else 0.0 for name in names] for row in rows])
+        table = _make_table(rows, names)
         which, factors = adapters.there(f"{p}.gates.table.which"), adapters.there(f"{p}.gates.table.factors")
         by_block = [strength for row in rows for strength in row.values() if isinstance(strength, Strength)]
         if by_block and factors is None:
@@ -221,6 +221,16 @@ def make_tables(adapters: Slots, rows: list[Row], single: bool) -> Tables:
             apart = [slot for slot, name in enumerate(names) if name in differ]
         check_samples(p, adapters.banks[p], apart, adapters.tensor, adapters.module)
     return made
+
+
+def _make_table(rows: list[Row], names: list[str]) -> Tensor:
+    """Return how much each row takes of each slot, float32 (rows, slots)."""
+    table, at = torch.zeros(len(rows), len(names)), {name: slot for slot, name in enumerate(names) if name}
+    found = [(i, at[name], get_value(value)) for i, row in enumerate(rows) for name, value in row.items() if name in at]
+    if found:
+        row, slot, value = zip(*found, strict=True)
+        table[[*row], [*slot]] = torch.tensor(value)
+    return table
 
 
 def check_name_known(name: Any, known: Collection[str]) -> str:
