@@ -265,7 +265,7 @@ class Subject:
         try:
             with torch.no_grad():
                 self.plain(**self.inputs)
-        except RuntimeError:  # of an operation that takes no such layout
+        except (RuntimeError, FxplugError):  # of an operation that takes no such layout
             self.inputs[name] = before
 
     def change_adapter(self) -> None:
