@@ -54,7 +54,7 @@ def draw_config(chance: random.Random, home: Path) -> tuple[dict[str, Any], str]
         row |= {"data": {"classes": str(chance.choice(folders))}, "dropout": chance.choice((0.0, 0.3))}
         row |= {"ema": chance.choice((None, 0.9)), "clip": chance.choice((None, 0.1))}
         if chance.random() < 0.1:
-            row |= {"lr": 1e37}  # it may get NaN
+            row |= {"lr": 1e30}  # it may get NaN
         adapters.append(row)
     if chance.random() < 0.1:
         make_folder(home / "empty", 0, 0)
