@@ -229,7 +229,7 @@ def _make_table(rows: list[Row], names: list[str]) -> Tensor:
     found = [(i, at[name], get_value(value)) for i, row in enumerate(rows) for name, value in row.items() if name in at]
     if found:
         row, slot, value = zip(*found, strict=True)
-        table[[*row], [*slot]] = torch.tensor(value)
+        table[[*row], [*slot]] = torch.tensor([float(each) for each in value])
     return table
 
 
