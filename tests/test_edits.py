@@ -116,6 +116,7 @@ def test_sizes_and_masks():
     some = SimpleNamespace(size=(50, 33))
     assert _find_size({}, some, 8) == (48, 32) and _find_size({"size": "64x8"}, some, 8) == (64, 8)
     clear = Image.merge("LA", (MASK, MASK))
+    assert read_edit_mask(MASK.convert("RGBA")).getpixel((20, 0)) == 255  # as a browser's canvas writes it
     assert read_edit_mask(clear).getpixel((20, 0)) == 0 and read_edit_mask(MASK).getpixel((20, 0)) == 255
 
 

@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from torch import OutOfMemoryError
 
@@ -31,6 +31,7 @@ from .errors import RequestError, convert_spec_error
 from .jobs import ENDS, Jobs, PictureJob, encode_base64, follow
 from .keys import ApiKey, find_key
 from .metrics import KIND, Metrics, log_request
+from .page import read_page
 from .pictures import MIMES, encode_picture, list_pictures
 from .service import AcceptedOrder, Service
 from .uploads import add_adapter_file, delete_adapter_file
@@ -71,6 +72,8 @@ class Server:
             Route("/ready", self._get_ready, methods=["GET"]),
             Route("/metrics", self._wrap(Server.get_metrics), methods=["GET"]),
         ]
+        if self.config.http.page:
+            routes.append(Route("/", _get_page, methods=["GET"]))
         cors = self.config.http.cors
         middleware = [Middleware(CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"])] if cors else []
         handlers: Any = {404: _answer_unknown, 405: _answer_unknown}
@@ -434,6 +437,11 @@ async def read_body(request: Request, limit: int) -> bytes:
     except TimeoutError:
         raise RequestError(f"no part of the body came for {SEND:g} s", 408, code="timeout") from None
     return b"".join(parts)
+
+
+async def _get_page(request: Request) -> Response:
+    text, headers = read_page()
+    return HTMLResponse(text, headers=headers)
 
 
 async def _wait_for_end(request: Request) -> None:

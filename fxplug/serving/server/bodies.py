@@ -33,6 +33,7 @@ OWN = (  # arguments of pipelines that the server sets, or that are no plain val
 STEPS = ("num_inference_steps",)
 WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 SEEDS = 2**63
+DRAWN = 2**53  # what a program that reads all numbers as floating-point ones still has exactly
 TEXT = 20_000  # characters of a text
 
 
@@ -140,7 +141,7 @@ def make_order(
             raise SpecError("one picture is streamed at a time: leave n out", path=("n",))
         if body.n > config.limits.n:
             raise SpecError(f"must be {config.limits.n} or less, not {body.n}", path=("n",))
-        first = secrets.randbelow(SEEDS - body.n) if body.seed is None else body.seed
+        first = secrets.randbelow(DRAWN - body.n) if body.seed is None else body.seed
         if first + body.n > SEEDS:
             raise SpecError("is so large that the seeds of further pictures are too large", path=("seed",))
         seeds = list(range(first, first + body.n))

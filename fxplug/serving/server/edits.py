@@ -172,7 +172,7 @@ def _flatten(picture: Image.Image) -> Image.Image:
 
 
 def read_edit_mask(picture: Image.Image) -> Image.Image:
-    """Read the mask of an edit: white is drawn anew. Of one with an alpha channel it is what is transparent, as OpenAI has it.
+    """Read the mask of an edit: white is drawn anew, or where anything is transparent that, as OpenAI has it.
 
     Args:
         picture: A picture of any mode of eight bits.
@@ -180,6 +180,5 @@ def read_edit_mask(picture: Image.Image) -> Image.Image:
     Returns:
         A grey picture.
     """
-    if picture.has_transparency_data:
-        return ImageChops.invert(picture.convert("RGBA").getchannel("A"))
-    return picture.convert("L")
+    alpha = picture.convert("RGBA").getchannel("A")
+    return ImageChops.invert(alpha) if alpha.getextrema() != (255, 255) else picture.convert("L")

@@ -89,6 +89,7 @@ class HttpSettings(Section):
     port: int = declare(8000, "the port", 8080, ge=0, le=65535)
     keys: Text | None = declare(None, "a file with a key on each line; null: nobody is asked for one", "keys.txt")
     uploads: bool = declare(False, "whether an admin key may add and delete adapters", True)
+    page: bool = declare(True, "whether there is a page at /", False)
     previews: Literal["linear", "none"] = declare(
         "linear", "how previews are made: `linear` of the latents, by what the warm-up has shown; `none`: never", "none"
     )
