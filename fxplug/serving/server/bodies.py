@@ -129,7 +129,7 @@ def make_order(
     try:
         body = validate(ImageBody, given)
         check_finite(dict(body.call), "call")
-        names = {**_read_model(body.model, adapters, key), **_read_adapters(body.adapters, adapters, key)}
+        names = _read_adapters({**_read_model(body.model, adapters, key), **body.adapters}, adapters, key)
         call, size = _make_call(body, config, pipe, bool(pictures))
         regions = _read_regions(body.regions, config, pipe, size, adapters, key)
         for mixture in (names, *({**names, **region.adapters} for region in regions)):
