@@ -12,11 +12,13 @@ from functools import wraps
 import pytest
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, StableDiffusionPipeline
+from diffusers.models.transformers.transformer_z_image import RopeEmbedder
 from fuzz_serving import fuzz_serving
 from test_engine import SD, alone, ask, make, run
 
 import fxplug
 from fxplug.serving import Engine, Request
+from fxplug.serving.model_state import find_change, list_state
 from fxplug.serving.parked import CountedStep, StepCount
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -234,3 +236,17 @@ def test_memory_is_flat(sd):
         return sum(x.nbytes for x in gc.get_objects() if type(x) is torch.Tensor), threading.active_count()
 
     assert held(20) == held(300)
+
+
+def test_tensors_that_a_model_makes_at_its_first_call_are_no_change_and_numbers_are():
+    """As the tables of Z-Image's positions; a pipeline that sets a scale gives it to all requests."""
+    model = torch.nn.Linear(2, 2)
+    model.rope, model.scale = RopeEmbedder(axes_dims=[4, 4, 4], axes_lens=[8, 8, 8]), None
+    before = list_state(model)
+    model.rope(torch.zeros(2, 3, dtype=torch.int64))
+    made = list_state(model)
+    assert find_change(before, made) is None and find_change(before, made, additions=True) == "rope.freqs_cis"
+    model.rope.freqs_cis[0] = model.rope.freqs_cis[0] * 2
+    assert find_change(made, list_state(model)) == "rope.freqs_cis"
+    model.scale = 0.5
+    assert find_change(before, list_state(model)) == "scale"

@@ -33,15 +33,16 @@ def _members(module: nn.Module) -> dict[str, Any]:
     return {name: _content(vars(module)[name]) for name in names}
 
 
-def _content(value: Any) -> Any:
+def _content(value: Any, looks_inside: bool = True) -> Any:
     if type(value) in PLAIN:
         return value
     if isinstance(value, Tensor):
         return value, None if value.is_inference() else version(value)
     if isinstance(value, Mapping):
         return {key: _content(each) for key, each in value.items()} if value else {}
-    if type(value).__module__.startswith("diffusers.") and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
-        return [value, *vars(value).items()]  # as an attention processor with a scale
+    foreign = type(value).__module__.startswith("diffusers.") and not isinstance(value, nn.Module)
+    if looks_inside and foreign and hasattr(value, "__dict__"):  # as an attention processor with a scale
+        return {"": value, **{key: _content(each, looks_inside=False) for key, each in vars(value).items()}}
     return list(value) if isinstance(value, (list, tuple, set)) else value
 
 
@@ -51,7 +52,8 @@ def find_change(before: State, after: State, additions: bool = False) -> str | N
     Args:
         before: What was there.
         after: What is there now.
-        additions: Whether something new is a change: models may make what they keep at their first call.
+        additions: Whether something new is a change: models may make what they keep at their first call, an attribute that was
+            not there, or tensors where None was.
 
     Returns:
         The path.
@@ -72,9 +74,15 @@ def _find_in(before: Mapping[str, Any], after: Mapping[str, Any], additions: boo
         if isinstance(value, dict) and isinstance(other, dict):
             if (found := _find_in(value, other, additions)) is not None:
                 return str(found) if name in (*TENSORS, "_modules") else f"{name}.{found}"
-        elif not _is_unchanged(value, other):
+        elif not _is_unchanged(value, other) and (additions or value is not None or not _has_tensors(other)):
             return name
     return next((name for name in after if name not in before), None) if additions else None
+
+
+def _has_tensors(content: Any) -> bool:
+    """Tell whether an attribute is a tensor, or a list of them alone."""
+    rows = content[:1] if isinstance(content, tuple) else content if isinstance(content, list) else ()
+    return bool(rows) and all(isinstance(row, Tensor) for row in rows)
 
 
 def _is_unchanged(x: Any, y: Any) -> bool:
