@@ -119,7 +119,7 @@ def test_what_is_in_a_folder_and_what_is_refused(traced, module, tmp_path):
                 with pytest.raises(fxplug.SpecError, match=text):
                     wait(store, name)
         with pytest.raises(fxplug.SpecError, match="3 adapters for unet, which has room for 2"):
-            store.lease(["ink", "film", "both"])
+            store.check(dict.fromkeys(["ink", "film", "both"], 1.0))
         with wait(store, "ink", "film") as lease:
             assert {info.name for info in store.list() if info.in_slot} == {"ink", "film"} == {*lease.names}
             torch.testing.assert_close(change(module, ["ink"]), want(traced, module, 1))

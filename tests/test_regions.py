@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import threading
 
 import pytest
+import tiny
 import torch
 from diffusers import DDIMScheduler
 from fuzz_serving import SIZE, TinyDenoiser, TinyPipeline
@@ -15,7 +17,7 @@ from test_engine import FLUX, SD, ask, make, run
 
 import fxplug
 from fxplug.core.errors import SpecError
-from fxplug.serving import Cancelled, Engine, Region, Request
+from fxplug.serving import AdapterStore, Cancelled, Engine, Region, Request
 from fxplug.serving.server.bodies import read_order
 from fxplug.serving.server.errors import RequestError
 from fxplug.serving.server.keys import ANYBODY, ApiKey
@@ -147,6 +149,22 @@ def test_a_cancelled_request_takes_its_regions_with_it(engine):
     with pytest.raises(Cancelled):
         ticket.result()
     engine.models["unet"].adapters.unload("ink")  # no pin is left
+
+
+def test_regions_may_have_more_adapters_in_all_than_a_sample_but_not_than_there_are_slots(tmp_path):
+    pipe = tiny.pipeline(SD)
+    slots = fxplug.load_pass("lora", at="**.to_q", rank=2, slots=3, per_sample=1)
+    pipe = fxplug.rewrite_pipeline(pipe, passes={"unet": [slots]}, prompt="a cat", height=32, width=32)
+    for seed, name in enumerate("abcd"):
+        file = tiny.lora(tiny.pipeline(SD), f"regions_{name}", seed=seed, unet=["to_q"])
+        shutil.copy(file / "pytorch_lora_weights.safetensors", tmp_path / f"{name}.safetensors")
+    call = {"prompt": "a cat", "num_inference_steps": 1, "height": 32, "width": 32, "output_type": "latent"}
+    with AdapterStore(tmp_path, {"unet": pipe.unet}, resize=True) as store:
+        engine = Engine(pipe, store=store)
+        three, four = ([Region(mask=fill(0.2), adapters={name: 1.0}) for name in names] for names in ("abc", "abcd"))
+        assert engine.submit(Request(call=call, seed=0, regions=three)).result().images.isfinite().all()
+        with pytest.raises(SpecError, match="4 adapters for unet, which has room for 3 in its slots"):
+            engine.submit(Request(call=call, seed=0, regions=four)).result()
 
 
 # --- over HTTP

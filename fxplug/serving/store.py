@@ -157,14 +157,16 @@ class AdapterStore:
             SpecError: For a name that there is not, with the nearest one, a file that cannot be used, and more adapters than a
                 sample may have.
         """
+        self._check_room(adapters, {model: _count_room(slots) for model, slots in self._models.items()}, "per sample")
+
+    def _check_room(self, names: Iterable[str], room: Mapping[str, int], of: str) -> None:
+        """Check that adapters are there, and not more for a model than there is room for."""
         with self._lock:
-            infos = [self._get_info(name) for name in adapters]
-        for model, slots in self._models.items():
-            here = [info.name for info in infos if info.coverage.get(model)]
-            if len(here) > (most := _count_room(slots)):
-                raise SpecError(
-                    f"{len(here)} adapters for {model}, which has room for {most} per sample: use fewer", path=("adapters",)
-                )
+            infos = [self._get_info(name) for name in names]
+        for model, most in room.items():
+            here = sum(bool(info.coverage.get(model)) for info in infos)
+            if here > most:
+                raise SpecError(f"{here} adapters for {model}, which has room for {most} {of}: use fewer", path=("adapters",))
 
     def _get_info(self, name: str) -> AdapterInfo:
         entries = self._index.entries
@@ -190,13 +192,13 @@ class AdapterStore:
             The lease; None while one is being read, or no slot is free: ask again.
 
         Raises:
-            SpecError: As `check`, and for a file that cannot be read or does not fit, which it names.
+            SpecError: For a name that there is not, more adapters than slots, and a file that cannot be read or does not fit.
         """
         names = tuple(dict.fromkeys(names))
         with self._lock:
             if self._closed:
                 raise SpecError("the store is closed")
-            self.check(dict.fromkeys(names, 1.0))
+            self._check_room(names, {model: slots.slots for model, slots in self._models.items()}, "in its slots")
             for name in names:
                 if (fault := self._faults.pop(name, "")) and name not in self._ready:
                     raise SpecError(fault, path=("adapters",), key=name)
