@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
 import random
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples/tiny"))
 import torch
+from test_edits import MASK, PICTURE, edit, encode
 from test_server import ASK, Client, make_body, upload, write_folder
 
 from fxplug.serving.server.application import Server
@@ -36,8 +39,26 @@ def spoil(raw: bytes, rng: random.Random) -> bytes:
     """An adapter file with other bytes, most of them in its header, or an end that is missing."""
     made = bytearray(raw)
     for _ in range(rng.choice([1, 1, 3, 30])):
-        made[rng.randrange(rng.choice([12, 400, len(made)]))] = rng.randrange(256)
+        made[rng.randrange(min(rng.choice([12, 400, len(made)]), len(made)))] = rng.randrange(256)
     return bytes(made[: rng.choice([len(made), len(made), rng.randrange(len(made))])])
+
+
+def make_edit(rng: random.Random) -> tuple[dict[str, bytes], dict[str, object]]:
+    """Files and fields of an edit, of which some are others, broken, or not there."""
+    mask = encode(MASK.convert(rng.choice(["L", "1", "RGBA", "P"])))
+    files = {"image": encode(PICTURE, rng.choice(["PNG", "JPEG", "WEBP"])), "mask": mask}
+    for name in list(files):
+        way = rng.random()
+        if way < 0.3:
+            files[name] = spoil(files[name], rng)
+        elif way < 0.5:
+            del files[name]
+    region = json.dumps([{"mask": base64.b64encode(mask).decode()}])
+    fields: dict[str, object] = {"prompt": "a cat", "strength": 0.9, "size": "32x32"}
+    values = [1, 0, -1, "x", "", "true", "canny", region, "{", "[]", '{"ink": 1}', "nan", "64x32", "auto", 1e400]
+    for name in rng.sample(["seed", "n", "control", "regions", "adapters", "call", "stream", "size", "strength", "mask"], 2):
+        fields[name] = rng.choice(values)
+    return files, fields
 
 
 def fuzz_server(cases: int, seed: int) -> list[str]:
@@ -51,7 +72,10 @@ def fuzz_server(cases: int, seed: int) -> list[str]:
         client.key, file = "boss", (folder / "adapters/ink.safetensors").read_bytes()
         for n in range(seed, seed + cases):
             rng = random.Random(n)
-            if rng.random() < 0.8:
+            if (way := rng.random()) < 0.3:
+                files, fields = make_edit(rng)
+                status = edit(client, files, **fields).status
+            elif way < 0.8:
                 status = client.send("/v1/images/generations", make_body(rng)).status
             else:
                 status, _ = upload(client, "spoilt", spoil(file, rng))
