@@ -71,8 +71,8 @@ def test_edits_are_those_of_the_stock_pipelines(client):  # noqa: F811
 
 @pytest.mark.parametrize(("files", "fields", "param", "text"), [
     (NONE, {}, "image", "missing field 'image'"),
-    ({"image": b"GIF89a"}, {}, "image", "no picture"),
-    ({"image": encode(PICTURE)[:300]}, {}, "image", "no picture"),
+    ({"image": b"GIF89a"}, {}, "image", "cannot be read as PNG"),
+    ({"image": encode(PICTURE)[:300]}, {}, "image", "cannot be read as PNG"),
     ({"image": encode(Image.new("1", (300, 300)))}, {}, "image", "the limit is 65536"),
     ({"imag": encode(PICTURE)}, {}, "imag", "did you mean 'image'"),
     ({"mask": encode(MASK.resize((8, 8)))}, {}, "mask", "is 8x8, and the picture 32x32"),

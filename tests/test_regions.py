@@ -203,10 +203,10 @@ def test_white_is_the_region_and_what_is_transparent_is_not(picture, values):
 @pytest.mark.parametrize(("regions", "status", "param", "text"), [
     ([{"mask": WHITE}] * 3, 400, "regions", "3 regions"),
     ([{}], 400, "regions[0]", "missing key 'mask'"),
-    ([{"mask": WHITE}, {"mask": "?"}], 400, "regions[1].mask", "no base64"),
+    ([{"mask": WHITE}, {"mask": "?"}], 400, "regions[1].mask", "is not base64"),
     ([{"mask": 1}], 400, "regions[0].mask", "a picture in base64"),
-    ([{"mask": base64.b64encode(b"GIF89a").decode()}], 400, "regions[0].mask", "no picture of PNG"),
-    ([{"mask": WHITE[:60]}], 400, "regions[0].mask", "no picture of PNG"),
+    ([{"mask": base64.b64encode(b"GIF89a").decode()}], 400, "regions[0].mask", "cannot be read as PNG"),
+    ([{"mask": WHITE[:60]}], 400, "regions[0].mask", "cannot be read as PNG"),
     ([{"mask": encode(Image.new("L", (16, 8)))}], 400, "regions[0].mask", "is 16x8, and the picture 16x16"),
     ([{"mask": encode(Image.new("1", (80, 80)))}], 400, "regions[0].mask", "the limit is 4096"),
     ([{"mask": encode(Image.new("I;16", (16, 16)))}], 400, "regions[0].mask", "more than 8 bits"),

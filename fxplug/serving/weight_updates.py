@@ -45,7 +45,7 @@ def check_weights(models: Mapping[str, nn.Module], state: Mapping[str, Tensor]) 
             raise SpecError(f"{key} says which adapters are in slots: load, unload and use them by {part}.adapters", key=key)
         same = pairs.setdefault(id(own[name]), (own[name], value))[1]
         if same is not value and not torch.equal(same.to(own[name]), value.to(own[name])):
-            raise SpecError(f"{key} is the same tensor as another one here, with other values: give one of them", key=key)
+            raise SpecError(f"{key} shares its tensor with another key, and their values differ: give one of them", key=key)
     return [*pairs.values()]
 
 

@@ -323,7 +323,7 @@ def _check_plain(value: Any, *path: str) -> None:
         if len(value) > TEXT:
             raise SpecError(f"has {len(value)} characters; the limit is {TEXT}", path=path)
         if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
-            raise SpecError("is no Unicode text: it has half a pair of surrogates", path=path)
+            raise SpecError("is not Unicode text: it has half a pair of surrogates", path=path)
     elif isinstance(value, int) and abs(value) >= SEEDS:
         raise SpecError(f"must be below 2^63, not {quote(value)}", path=path)
 

@@ -62,7 +62,7 @@ async def _parse_form(raw: bytes, headers: Headers) -> FormData:
         parser = MultiPartParser(headers, stream(), max_files=4, max_fields=FIELDS, max_part_size=len(raw) + 1)
         return await parser.parse()
     except (MultiPartException, KeyError, UnicodeDecodeError, ValueError) as error:
-        raise RequestError(f"the body is no multipart/form-data: {getattr(error, 'message', error)}") from None
+        raise RequestError(f"the body is not multipart/form-data: {getattr(error, 'message', error)}") from None
 
 
 async def _read_files(form: FormData) -> dict[str, bytes]:

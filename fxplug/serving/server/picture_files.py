@@ -40,7 +40,7 @@ def decode_picture(data: bytes, pixels: int) -> Image.Image:
     except SpecError:
         raise
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, struct.error, zlib.error, EOFError) as error:
-        raise SpecError(f"is no picture of PNG, JPEG or WebP that can be read: {get_first_line(error)}") from None
+        raise SpecError(f"cannot be read as PNG, JPEG or WebP: {get_first_line(error)}") from None
     if picture.mode in DEEP:
         raise SpecError(f"has more than 8 bits a channel ({picture.mode}): save it with 8")
     return picture
@@ -64,7 +64,7 @@ def decode_base64(text: object) -> bytes:
     try:
         return base64.b64decode(rest if comma and head.startswith("data:") else text, validate=True)
     except (binascii.Error, ValueError):
-        raise SpecError(f"is no base64: {quote(text)}") from None
+        raise SpecError(f"is not base64: {quote(text)}") from None
 
 
 def read_mask(picture: Image.Image) -> Image.Image:
