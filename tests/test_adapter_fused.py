@@ -47,6 +47,7 @@ def result(module, args, kwargs):
     return found[0] if isinstance(found, tuple) else found.sample
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("form", ["one layer's name", "usual names"])
 def test_files_fit_the_fused_and_the_unfused_model(name, form):

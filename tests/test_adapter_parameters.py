@@ -74,6 +74,7 @@ def first(value):
     return value
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)

@@ -138,6 +138,7 @@ def test_ranks_of_slots_compile_as_one_graph(ink):
                 torch.testing.assert_close(run(*base.args), new(*base.args), **NEAR)
 
 
+@pytest.mark.slow
 @sweep(
     "how",
     [

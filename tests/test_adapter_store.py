@@ -247,6 +247,7 @@ def test_an_index_is_whole_whenever_its_writer_is_killed(tmp_path):
         index.unlink()
 
 
+@pytest.mark.slow
 def test_an_engine_with_a_store(tmp_path):
     pipe = tiny.pipeline("StableDiffusionPipeline")
     for i in range(5):

@@ -275,6 +275,7 @@ OFFLOADS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The following device_map keys")
 @pytest.mark.parametrize("how", OFFLOADS)
 @pytest.mark.parametrize("name", ["vit", "convnext", "net"])

@@ -29,6 +29,7 @@ def started(folder, **given):
     return trainer(lr=1e-2, fuse=False, base=folder, assistant="assistant", **given)
 
 
+@pytest.mark.slow
 def test_steps_have_it_and_tests_pictures_and_files_have_not(tmp_path):
     adapter(tmp_path)
     data = Pictures(24)

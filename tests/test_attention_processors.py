@@ -39,6 +39,7 @@ def test_pipelines_that_do_not_are_not(name):
     check_pipeline(object.__new__(getattr(diffusers, name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [
     lambda pipe: pipe.unet.attn_processors,
     lambda pipe: pipe.unet.set_attn_processor(None),

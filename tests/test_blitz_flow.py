@@ -55,6 +55,7 @@ def test_what_cannot_make_an_add_in_is_refused(net):
         assert finding in str(error.value)
 
 
+@pytest.mark.slow
 def test_training_moves_the_add_in_only_and_a_saved_one_needs_no_class(net, tmp_path):
     model, gm, image = net
     before = {key: value.clone() for key, value in model.state_dict().items()}

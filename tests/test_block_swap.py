@@ -339,6 +339,7 @@ def test_the_model_itself_fetches_the_weights_inside_a_context():
     assert not any("forward" in vars(m) for m in net.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "nf4", "bnb nf4", "bnb int8"])
 def test_quantised_bases(kind):
     quantised = pytest.importorskip("test_quantised")
@@ -420,6 +421,7 @@ def numbers(done):
     return [(row["loss"], row["grad_norm"]) for row in done.history]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"train__checkpointing": ["blocks.*"]}])
 def test_a_run_is_equal_to_the_bit_and_what_it_saves_is_whole(tmp_path, how):
     plain = run(tmp_path / "plain", **TESTED, **how)
@@ -435,6 +437,7 @@ def test_a_run_is_equal_to_the_bit_and_what_it_saves_is_whole(tmp_path, how):
     assert done.trainer.test() == plain.trainer.test()  # and it goes on
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_to_the_bit_with_and_without_it(tmp_path):
     whole = run(tmp_path / "whole", **TESTED)
     for first, then in ((2, 0), (0, 3), (1, 2)):
@@ -444,6 +447,7 @@ def test_a_run_is_resumed_to_the_bit_with_and_without_it(tmp_path):
         assert numbers(again) == numbers(whole) and again.metrics == whole.metrics
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_saves_what_it_has_learnt(tmp_path):
     bad = {"call": {"runs:Digits": {"spoil": 70}}}
     errors = []

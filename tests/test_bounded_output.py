@@ -52,6 +52,7 @@ def made(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_what_public_functions_return_is_short(made):
     for value in made:
         short(value)

@@ -565,6 +565,7 @@ def in_turn(cache, calls):
     return found, full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", [{"ulysses": 2}, {"batch": 2, "ulysses": 2}], ids=str)
 @sweep("name", ["pixart", "flux", "sd15"], "pixart")
 def test_processes_take_the_steps_that_one_does(name, ways):

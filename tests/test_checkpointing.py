@@ -66,6 +66,7 @@ def same(ours, theirs):
     return ours.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
+@pytest.mark.slow
 @sweep("name", list(CASES), "unet", "drops")
 def test_it_is_switched_on_and_off_with_the_same_gradients(name, tmp_path):
     make, on, off = CASES[name]
@@ -93,6 +94,7 @@ def test_it_is_switched_on_and_off_with_the_same_gradients(name, tmp_path):
     assert step(gm, args, kwargs)[0] > 0.9 * plain
 
 
+@pytest.mark.slow
 @sweep("name", ["unet", "bert", "vit", "drops", "mixer"], "unet", "vit")
 @pytest.mark.filterwarnings("ignore:.*use_reentrant", "ignore:.*is deprecated")
 def test_a_model_that_is_traced_with_it_keeps_it(name):

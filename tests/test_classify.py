@@ -42,6 +42,7 @@ def photograph(mode="RGB", size=(60, 40)):
     return Image.fromarray(pixels).convert(mode)
 
 
+@pytest.mark.slow
 def test_the_loss_is_cross_entropy():
     vit, b = small.vit().gm.eval(), batch()
     expected = F.cross_entropy(vit(b["image"]), b["label"]).detach()

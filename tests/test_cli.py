@@ -179,6 +179,7 @@ def test_schema():
     assert json.loads(run("schema"))["required"] == ["model"]
 
 
+@pytest.mark.slow
 def test_export():
     run("rewrite", "c.yaml", "--out", "out", "--no-verify")
     assert run("export", "out", "--to", "pt2").splitlines()[-1] == "saved in out.pt2"
@@ -200,6 +201,7 @@ def test_export_to_onnx():
     assert "--opset is for onnx, and this is an export to pt2" in refused("export", "out", "--opset", "18")
 
 
+@pytest.mark.slow
 def test_export_as_the_configuration_says():
     Path("c.yaml").write_text(CONFIG + "export: {free: batch}")
     run("rewrite", "c.yaml", "--out", "out", "--no-verify")
@@ -350,6 +352,7 @@ def test_progress_goes_to_stderr_when_something_takes_longer_than_a_second(capsy
     assert shown.out == "" and re.fullmatch(r"slow \.\.\. [\d.]+ s\n", text + shown.err)
 
 
+@pytest.mark.slow
 def test_adapters_of_a_saved_rewrite():
     Path("c.yaml").write_text(CONFIG.replace("{rank: 2}", "{rank: 2, slots: 2}"))
     run("rewrite", "c.yaml", "--out", "out")

@@ -41,6 +41,7 @@ def gradients(call, module):
     return [y.detach(), x.grad, *(p.grad for p in module.parameters() if p.requires_grad)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", FORMS)
 def test_a_compiled_form_is_one_that_torch_keeps_and_has_the_gradients_of_the_rewrite(how, monkeypatch):
     graphs = []
@@ -78,6 +79,7 @@ def test_what_trains_in_a_compiled_fused_layer_may_be_anything():
             torch.testing.assert_close(gradients(call, fused), gradients(new, new), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled_forms_under_autocast_and_without_rows():
     new = trained()
     fused = fxplug.fuse(new, "fused")

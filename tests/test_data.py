@@ -354,6 +354,7 @@ def saved(tmp_path_factory):
     return top
 
 
+@pytest.mark.slow
 def test_a_hugging_face_data_set(saved):
     items, spec = opened(saved, dataset="one")
     assert items.classes == ["x", "y"] and items.sizes == [(20, 24)] * 6
@@ -754,6 +755,7 @@ def test_loaders_of_what_python_has(tmp_path):
         make_loader(5, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers, own", [(0, False), (0, True), (2, False)])
 def test_a_data_loader_is_taken_as_it_is(workers, own):
     generator = torch.Generator().manual_seed(3) if own else None

@@ -30,6 +30,7 @@ from fxplug.training.tasks.classify import Transform
 from fxplug.training.train_section import Data
 
 
+@pytest.mark.slow
 def test_random_folders_are_read_as_a_plain_loop_reads_them(capsys):
     assert fuzz_data.fuzz_data(40, 7) == [], capsys.readouterr().out
 

@@ -137,6 +137,7 @@ def test_the_samples_do_not_disturb_the_run_and_it_resumes_to_the_bit(folder):
     assert tail == [r["loss"] for r in without.history][2:]
 
 
+@pytest.mark.slow
 def test_a_corrupt_photograph_is_named_and_the_run_goes_on(folder, capfd):
     (folder / "photos" / "coffee0.png").write_text("no picture at all")
     run = start(folder, "run", **SMALL, train={**CONFIG["train"], "steps": 3, "batch": 4, "log": {"samples": 0}})

@@ -23,6 +23,7 @@ def test_an_output_is_split_where_its_samples_are(shape, one, dim):
         assert torch.equal(found, torch.stack([part.flatten() for part in tensor.chunk(3, dim)]))
 
 
+@pytest.mark.slow
 def test_denoisers_are_called_as_in_their_pipelines():
     assert fuzz_denoiser_calls(14, 30) == []
 

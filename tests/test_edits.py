@@ -41,6 +41,7 @@ def draw(client, files, **fields):  # noqa: F811
     return Image.open(io.BytesIO(base64.b64decode(json.loads(answer.raw)["data"][0]["b64_json"])))
 
 
+@pytest.mark.slow
 def test_edits_are_those_of_the_stock_pipelines(client):  # noqa: F811
     pipe = client.server.service.pipe
     call = {"prompt": "a cat", "num_inference_steps": 2, "image": PICTURE}

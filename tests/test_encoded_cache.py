@@ -216,6 +216,7 @@ def test_killed_at_any_moment_no_entry_is_broken(tmp_path):
     assert others == [] and left == []  # what the killed ones left is gone
 
 
+@pytest.mark.slow
 def test_processes_write_the_same_entries_at_once(tmp_path):
     writers = [filler(tmp_path, seed) for seed in (0, 0, 1)]
     while any(writer.is_alive() for writer in writers):

@@ -79,6 +79,7 @@ def made(engine):
     return sum(engine.caller.made[id(m)] for m in engine.models.values() if not hasattr(m, "decode"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [SD, XL, SD3, FLUX, IMAGE, CONTROL])
 def test_alone_it_is_equal_to_the_stock_pipeline_and_joined_as_near_as_a_last_bit(name):
     pipe = make(name)
@@ -99,6 +100,7 @@ def test_alone_it_is_equal_to_the_stock_pipeline_and_joined_as_near_as_a_last_bi
     assert all(type(part) is type(pipe.components[key]) for key, part in make(name).components.items() if part is not None)
 
 
+@pytest.mark.slow
 def test_whoever_shares_the_batch_a_picture_has_the_same_bits(sd):
     engine, draw = Engine(sd, rows=8, buckets=[8]), random.Random(0)
     requests = [ask(SD, i) for i in range(6)]
@@ -351,6 +353,7 @@ def test_events_tell_each_step(sd):
     assert found[-1].state == "done" and [e.step for e in found] == sorted(e.step for e in found) and found[-1].of == 3
 
 
+@pytest.mark.slow
 def test_a_strength_by_block_and_by_step_is_that_of_each_request():
     """As in the pipeline alone with a callback that sets it: over shares, and over sigmas of schedulers of both kinds."""
     file = str(tiny.lora(make(SD), "engine_steps.safetensors", unet=["to_q", "to_v"]))
@@ -393,6 +396,7 @@ def test_a_strength_by_block_and_by_step_is_that_of_each_request():
         engine.submit(ask(SD, 0, adapters={"ink": fxplug.Schedule([(0, 1.0), (0.5, fxplug.Strength(1, {"down_block.0": 0}))])}))
 
 
+@pytest.mark.slow
 def test_each_request_has_its_own_adapters_in_every_model_with_slots():
     layers = {"unet": ["to_q", "to_v"], "text_encoder": ["q_proj"]}
     files = {f"s{i}": str(tiny.lora(make(SD), f"engine{i}.safetensors", seed=i, **layers)) for i in (1, 2)}

@@ -31,6 +31,7 @@ def sd():
     return make(SD)
 
 
+@pytest.mark.slow
 def test_random_requests_beside_loads_cancels_and_errors_have_the_bits_that_they_have_alone():
     assert fuzz_serving(4, 1) == []
 

@@ -210,6 +210,7 @@ ENDS = [{}, {"train__ema": 0.9}, {"train__precision": "bf16", "dtype": "bfloat16
         {"data__test": "runs:Digits", "train__test": {"every": 1, "best": True}}, {"train__fuse": False}]  # fmt: skip
 
 
+@pytest.mark.slow
 @sweep("changed", ENDS, 2, ids=str)
 def test_what_a_plugin_does_to_the_weights_in_the_end_is_saved(tmp_path, changed):
     plain, run = train(tmp_path / "a", **changed), train(tmp_path / "b", Swaps, **changed)

@@ -32,6 +32,7 @@ def output(name, capsys):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_example_is_tried_and_is_one_screen():
     assert {p.name for p in EXAMPLES.glob("*.py")} == {
         "controlnet.py", "controlnet_pipeline.py", "efficientnet_adapters.py", "fashion.py", "hcp_and_everydream.py",
@@ -263,6 +264,7 @@ def test_fashion(tmp_path):
     assert (tmp_path / "samples.png").is_file()
 
 
+@pytest.mark.slow
 @sweep("name", [name for name in list_shipped("configs") if "/" not in name], "quickstart", "vit_lora")  # recipes: test_recipes
 def test_shipped_configurations_find_their_sites(name):
     result = fxplug.rewrite(name, dry_run=True, verify=False)

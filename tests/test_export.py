@@ -55,6 +55,7 @@ class Pairs(nn.Module):
         return Two(x + 1, x * more["scale"])
 
 
+@pytest.mark.slow
 def test_sizes_stay_free(tmp_path: Path) -> None:
     torch.manual_seed(0)
     gm = fxplug.trace(Guarded().eval(), torch.randn(1, 3, 8, 8), {"shift": torch.randn(1, 4)})

@@ -28,6 +28,7 @@ def pair(request, tmp_path_factory):
     yield from pair_of(request.param, tmp_path_factory.mktemp)
 
 
+@pytest.mark.slow
 def test_sizes_and_structures(pair):
     module, exported = pair
     for batch, side in ((1, 8), (2, 6), (5, 10)):
@@ -41,6 +42,7 @@ def test_sizes_and_structures(pair):
     assert not wanted["y"].requires_grad
 
 
+@pytest.mark.slow
 def test_wrong_calls(pair):
     _, exported = pair
     (image, ids, more), shift = inputs(), torch.randn(2, 6)
@@ -66,6 +68,7 @@ def test_wrong_calls(pair):
             exported(**given)
 
 
+@pytest.mark.slow
 def test_adapters_come_and_go(pair, tmp_path):
     module, exported = pair
     both = (module.adapters, exported.adapters)
@@ -100,6 +103,7 @@ def test_adapters_come_and_go(pair, tmp_path):
         exported.adapters.load("fourth", adapter(tmp_path / "d.safetensors", 3), replace=True)
 
 
+@pytest.mark.slow
 def test_entries_for_another_batch_are_told(pair, tmp_path):
     module, exported = pair
     ink = adapter(tmp_path / "ink.safetensors", 2)
@@ -114,6 +118,7 @@ def test_entries_for_another_batch_are_told(pair, tmp_path):
     same(exported, module, batch=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", KINDS)
 def test_a_module_that_no_export_can_follow(to, tmp_path, tmp_path_factory):
     live = fxplug.lower(made(to, tmp_path_factory.mktemp)[0], merge="live")

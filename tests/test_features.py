@@ -165,6 +165,7 @@ def test_in_a_rewrite_that_is_saved_compiled_and_trained(tmp_path):
     assert torch.equal(again(*args)["norm"], out["norm"])
 
 
+@pytest.mark.slow
 def test_parts_in_their_own_modes():
     torch.manual_seed(0)
     model, args, kwargs = MODELS["efficientnet"]()

@@ -464,6 +464,7 @@ def test_one_folder_of_peft_is_for_one_model(tmp_path):
     peft.PeftModel.from_pretrained(unets.sd15_model(), done.path)
 
 
+@pytest.mark.slow
 def test_paths_of_the_model_need_none(tmp_path):
     new = tuned("lora", at="blocks.**")
     file = fxplug.save_adapter(new, tmp_path / "peft", as_="peft").path

@@ -115,6 +115,7 @@ class Stack(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @sweep("kind", [Causal, Window, Score, Both, Twice, Stack], 0, 3)
 @pytest.mark.parametrize("training", [False, True])
 def test_a_model_with_flex_attention_gives_what_it_gives(kind: type[nn.Module], training: bool) -> None:
@@ -227,6 +228,7 @@ def test_what_a_graph_cannot_follow_is_refused_and_a_leaf_does_it(make: Callable
     assert torch.equal(gm(x), model(x))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.14", reason=BROKEN)
 def test_a_model_of_diffusers_that_makes_its_mask_in_forward() -> None:
     case = next(c for c in zoo.cases() if c.name == "diffusers/AnyFlowFARTransformer3DModel")

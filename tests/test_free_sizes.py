@@ -66,6 +66,7 @@ def exported(name, to, folder):
     return made, fxplug.load_onnx(made.path) if to == "onnx" else fxplug.load_package(made.path, trusted=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("to", "name"),
     [
@@ -90,6 +91,7 @@ def test_other_sizes_are_right_or_refused_by_name(name, to, tmp_path):
         assert {0, 2, 3} <= {*made.dynamic["x"]} and taken >= 5  # a decision for speed alone is no condition
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("small", [1e-8, 1e-9, 1e-12])
 def test_onnx_keeps_small_constants(small, tmp_path):
     gm = fxplug.trace(Of(lambda x: (x + small).log() * (1 + 1e-6) - 1e-8).eval(), X.abs())
@@ -110,6 +112,7 @@ def test_a_size_that_stays_is_that_of_the_example(tmp_path):
     assert any("they stay as in the example" in note for note in made.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("to", "dims"), [
     ("onnx", (0,)), ("onnx", ()),
     pytest.param("aoti", (), marks=pytest.mark.slow),  # of all dimensions: 0 is one of them
@@ -122,6 +125,7 @@ def test_what_is_squeezed_is_not_1_where_it_was_not(dims, to, tmp_path):
         model(X[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["onnx", pytest.param("aoti", marks=pytest.mark.slow)])
 def test_a_tensor_that_is_given_twice_and_one_within_a_dict(to, tmp_path):
     gm = fxplug.trace(Pooled().eval(), (X, X), {"more": {"y": X}})

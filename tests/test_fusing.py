@@ -156,6 +156,7 @@ def test_fused_banks_export_without_operators_of_their_own(banks):
         close(exported.module()(X), banks(X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_switching_and_mixing_recompile_nothing(backend):
     made = fxplug.load_pass("lora", at=["first", "second", "across"], rank=3, slots=3)
@@ -234,6 +235,7 @@ def learned_by(module, new, x):
     return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, *(p for p in new.parameters() if p.requires_grad)])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["fused", "blas"])
 @pytest.mark.parametrize("name", MAPPED)
 def test_a_mapped_weight_has_the_results_and_gradients_of_the_rewrite(name, how):

@@ -77,6 +77,7 @@ def draw(rng, batch, most=3):
     return [{name: rng.choice([1.0, -0.5, 0.3]) for name in row} for row in some]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_sample_gets_its_mixture(dtype):
@@ -140,6 +141,7 @@ def test_slots_that_are_emptied_and_filled_beside_rows(tmp_path):
         new.adapters.use(rows)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_other_forms_of_the_module_give_the_same():
     new, rng = slotted(per_sample=2), random.Random(2)
@@ -172,6 +174,7 @@ def test_other_forms_of_the_module_give_the_same():
         live.adapters.use(["b", None, None, None])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("to", ["onnx", pytest.param("aoti", marks=pytest.mark.slow)])
 def test_exports_choose_by_sample(to, tmp_path):

@@ -51,6 +51,7 @@ def test_random_kinds_ranks_and_mixtures_are_as_alone(seed):
     assert fuzz_mixtures.miss(1000 + seed) == ""
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_forms_of_the_module_give_the_same(tmp_path):
     new, rng, calls = slotted(groups=fuzz_mixtures.GROUPS), random.Random(0), 0

@@ -215,6 +215,7 @@ def test_lora_block(net, tmp_path):
     print(fxplug.verify(net.gm, new, net.args))
 
 
+@pytest.mark.slow
 def test_the_guides_lora_on_attention_needs_wrap_model(unet, tmp_path):
     """As the guide writes it the plugin is put on the attention itself, which its own __init__ refuses."""
     text = LORA.format(wrap="", first=r"re:.*\.attn.?$", second=r"re:.*\.ff$")

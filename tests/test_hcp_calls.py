@@ -69,6 +69,7 @@ ATTN2 = "mid_block.attentions.0.transformer_blocks.0.attn2"
 DRIVERS = {Attention: "PatchPlugin", Beside: "PatchAfter", Ahead: "PatchBefore"}
 
 
+@pytest.mark.slow
 @sweep("kind", DRIVERS, 0)
 def test_a_patch_of_a_module_that_is_called_with_names(unet, tmp_path, kind):
     (p,) = passes(tmp_path, f"  p: {{_target_: test_hcp_calls.{kind.__name__}, layers: [{ATTN2}]}}")
@@ -331,6 +332,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @sweep("form", [form for form in FORMS if form not in ("tensor", "another field")], 2)
 def test_a_plugin_behind_the_model_itself(unet, tmp_path, form):
     p = fxplug.load_pass("hcp/single", name="p", plugin=Whole, layers="", options={"form": form})

@@ -52,6 +52,7 @@ def write(path, sections):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
 @pytest.mark.parametrize("names, between", [(NEW, ".___."), (OLD, ".___."), (OLD, ".lora_block."), (OLD, ".lora_block_0.")])
 def test_a_low_rank_file_is_what_its_weights_add(tmp_path, suffix, names, between):

@@ -182,6 +182,7 @@ def test_a_head_that_is_tied_to_embeddings_leaves_them_alone():
     assert merged.state_dict()["lm_head.weight"].shape == (5, 16)
 
 
+@pytest.mark.slow
 def test_a_configuration_trains_it_and_plain_timm_takes_the_result(tmp_path):
     from PIL import Image
 

@@ -70,6 +70,7 @@ def check(gm, hoisted, **call):
 ALL = {"always": 1, "conditions": 1, "time": 1, "conditions+time": 1}
 
 
+@pytest.mark.slow
 def test_a_stage_is_computed_once_for_what_it_needs():
     gm, hoisted = make()
     assert hoisted.used == ("always", "conditions", "time", "conditions+time", "step")
@@ -115,6 +116,7 @@ def test_no_step_reads_the_weights_of_what_is_kept():
 FAST = ["flux", "z_image"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in fuzz_hoist.FAMILIES])
 def test_pipelines_compute_the_same_at_every_step(name):
     pipe = tiny_pipelines.make(name)
@@ -141,6 +143,7 @@ def test_pipelines_compute_the_same_at_every_step(name):
     assert counts["time"] in (steps, 2 * steps) and counts["conditions"] in (2, 3, 4) and counts["step"] >= 3 * steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in fuzz_hoist.FAMILIES])
 def test_random_changes_between_calls_are_seen(name):
     subject = fuzz_hoist.Subject(name, 1, fuse=None)
@@ -631,6 +634,7 @@ def test_weights_that_left_by_themselves_are_moved_saved_and_loaded(tmp_path):
     assert is_same(copy.copy(hoisted)(**inputs()), gm(**inputs()))
 
 
+@pytest.mark.slow
 def test_a_modular_pipeline_sees_what_a_hoisted_model_takes():
     case = modular.made("flux3")
     fxplug.rewrite_pipeline(case.pipe, {"transformer": ()}, **case.call)
@@ -736,6 +740,7 @@ def test_threads_with_other_adapters_and_prompts_get_their_own():
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_stages_are_compiled_once():
     torch._dynamo.reset()
     gm, hoisted = make()
@@ -808,6 +813,7 @@ def test_the_step_is_outlined(regions):
     assert "nested" not in alone._part("step").meta
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [fxplug.Every(3), fxplug.Threshold(2.0)], ids=str)
 def test_a_step_cache_takes_the_step(policy):
     torch.manual_seed(0)

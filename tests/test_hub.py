@@ -139,6 +139,7 @@ def test_each_pass_has_its_own_diff(hub):
     assert "base_model" not in text and "license" not in text
 
 
+@pytest.mark.slow
 def test_an_old_revision_is_pinned(hub):
     old, new = rewritten(), rewritten(value=0.25)
     first, second = fxplug.push(old, NAME), fxplug.push(new, NAME)
@@ -175,6 +176,7 @@ def test_a_folder_of_that_name_goes_first(hub, tmp_path):
         fxplug.load(NAME, revision="main")
 
 
+@pytest.mark.slow
 def test_another_process_loads_it_offline(hub, tmp_path):
     old, new = rewritten(), rewritten(value=0.25)
     first = fxplug.push(old, NAME)
@@ -190,6 +192,7 @@ def test_another_process_loads_it_offline(hub, tmp_path):
     assert out == f"{new(X).tolist()} {old(X).tolist()}\n3.0\n" and hub.log == []
 
 
+@pytest.mark.slow
 def test_a_snapshot_of_the_cache_and_a_class_of_ones_own_are_pushed(hub):
     fxplug.push(rewritten(), NAME)
     fxplug.load(NAME)
@@ -203,6 +206,7 @@ def test_a_snapshot_of_the_cache_and_a_class_of_ones_own_are_pushed(hub):
     fxplug.push(snapshot_download("user/own", local_files_only=True), "user/more", allow=["test_hub"])
 
 
+@pytest.mark.slow
 def test_many_push_and_load_at_once(hub):
     """As the hub does it: the last commit stands, and each load gets one of them whole."""
     modules = [rewritten(value=n / 8) for n in range(4)]
@@ -454,6 +458,7 @@ def test_paths_are_no_names(name, hub):
     assert hub.log == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "finding"), [
     ({"private": True}, "private"), ({"gated": True}, "access on request"), ({"status": 503}, "status 503: try again later"),
     ({"status": 401}, "private|requires a login"), ({"status": 418}, "status 418"),
@@ -478,6 +483,7 @@ def test_no_such_revision(hub):
         fxplug.load(f"{NAME}@v2", revision="main")
 
 
+@pytest.mark.slow
 def test_a_transfer_that_breaks_off_leaves_nothing_half(hub, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     old, new = rewritten(), rewritten(value=0.25)

@@ -38,6 +38,7 @@ def far(one, two):
     return float((one - two).detach().abs().max())
 
 
+@pytest.mark.slow
 def test_slots_are_switched_mixed_and_chosen_by_sample(loaded, tmp_path):
     module, alone, _ = loaded
     module.adapters.use(None)

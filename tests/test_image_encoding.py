@@ -87,6 +87,7 @@ def run(top, cache, steps=8, **given):
     return [record["loss"] for record in history], [p.detach().clone() for p in gm.parameters()], made, vae.calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_with_a_cache_is_equal_to_one_without(tmp_path, workers, monkeypatch):
     folder(tmp_path / "data")

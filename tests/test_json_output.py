@@ -55,6 +55,7 @@ def failed(*args, code=1):
     return json.loads(said)
 
 
+@pytest.mark.slow
 def test_sites():
     found, said = called("sites", "c.yaml")
     (model,) = found["models"]

@@ -26,6 +26,7 @@ from fxplug.training.train_section import Train
 from fxplug.training.trainer import Trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "loha", "lokr", "dora", "ia3", "ssf", "lora_weight", "delta"])
 def test_each_learns_what_its_run_alone_does(kind):
     count = 8 if kind == "lora" else 3
@@ -54,6 +55,7 @@ def test_each_learns_what_its_run_alone_does(kind):
         assert torch.allclose(module(x), run.get_adapter(row["name"]).eval()(x), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_adapters_of_several_kinds_train_side_by_side():
     kinds = ("lora", "loha", "lokr", "ia3", "dora", "ia3", "lora")
     module, at = base(), ["stem", "qkv"]
@@ -141,6 +143,7 @@ def test_losses_in_float32_are_those_of_runs_alone():
         assert losses == pytest.approx(alone, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
 def test_under_bf16_each_learns_what_its_run_alone_does(kind):
     gm = base(torch.float32)
@@ -226,6 +229,7 @@ class Pictures(fxplug.Task):
         return y.sigmoid().float()[:, None, None, :].expand(-1, 3, 5, -1)
 
 
+@pytest.mark.slow
 def test_samples_tests_averages_and_files_are_those_of_each(tmp_path):
     rows = [{**settings(n), "test": Samples(50 + n), "ema": 0.9, "epochs": 1, "steps": None} for n in range(3)]
     run = train(slotted(), rows, Pictures(), out=tmp_path, log={"samples": 4}, test={"every": 1})
@@ -306,6 +310,7 @@ def test_killed_and_resumed_it_is_the_same_to_the_bit(tmp_path):
         assert both[0] == both[1]
 
 
+@pytest.mark.slow
 def test_resumed_from_any_checkpoint_it_is_the_same_to_the_bit(tmp_path):
     """One gets NaN before or after it, and the list of adapters may have another order: each second time it has."""
     whole = start(tmp_path / "whole", spoil=24)
@@ -330,6 +335,7 @@ def test_resumed_from_any_checkpoint_it_is_the_same_to_the_bit(tmp_path):
     assert are_equal(before, trained(shorter, "a0"))
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_after_one_step(tmp_path, monkeypatch):
     start(tmp_path / "whole").fit()
     stopped = start(tmp_path / "a", save={"every": 0})
@@ -452,6 +458,7 @@ CONFIG = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_configuration_trains_its_adapters_and_is_resumed(tmp_path):
     whole = fxplug.train(CONFIG, out=tmp_path / "a", quiet=True)
     assert sorted(path.name for path in (tmp_path / "a" / "adapter").iterdir()) == ["film", "ink"]

@@ -36,6 +36,7 @@ def masks(top, count=4, size=(20, 24), suffix=".png"):
 # --- the loss
 
 
+@pytest.mark.slow
 def test_the_loss_of_each_place_is_multiplied_by_the_mask():
     predicted = torch.arange(8.0).reshape(1, 2, 2, 2)
     mask = torch.tensor([[1.0, 0.0], [0.5, 0.0]])[None, None]

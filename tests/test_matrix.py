@@ -41,6 +41,7 @@ def found(name):
     return matrix.run(matrix.cell_of(name), LIMIT)
 
 
+@pytest.mark.slow
 @sweep("name", SAMPLE, 0, 3, 7, 8)
 def test_a_sample_is_equal(name):
     line = found(name)
@@ -108,6 +109,7 @@ def test_an_adapter_without_an_effect_is_a_fault(broken):
     assert line["outcome"] == matrix.FAULT and line["text"] == "lora changes nothing"
 
 
+@pytest.mark.slow
 def test_an_exception_of_another_kind_is_a_fault_and_so_is_no_end(broken):
     def fails(state):
         raise RuntimeError("shape mismatch")

@@ -49,6 +49,7 @@ def tried(function, *args, **kwargs):
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_is_true(gm, name, tmp_path):
     _, _, numbers, merges, by_sample, files, paper, _ = ROWS[name]

@@ -32,6 +32,7 @@ def same(one, two):
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(left, right, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_the_modular_form_is_observed_as_the_stock_pipeline(name):
     if name == "wan":
@@ -65,6 +66,7 @@ def test_a_guider_that_skips_layers_is_kept_out():
     assert type(form.guider) is SkipLayerGuidance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["anima", "flux3"])
 def test_a_family_without_a_stock_pipeline_is_observed(name):
     pipe = tiny_modular.make(name)
@@ -83,6 +85,7 @@ def test_a_family_without_a_stock_pipeline_is_observed(name):
     assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -30,6 +30,7 @@ def test_families_that_are_modular_alone():
     assert blocks - normal == {"anima", "echo", "flux3", "minimax_h3", "minimax_music3", "wan_animate_2"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_modular_pipeline_is_traced_by_one_call(name, caplog):
     case = modular.made(name)
@@ -73,6 +74,7 @@ def test_its_denoiser_is_rewritten(name):
     assert count >= 8 and torch.equal(case(), plain()) and not torch.allclose(case(), want, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_files_go_into_a_modular_pipeline(tmp_path):
     cases = [modular.made("anima") for _ in range(2)]
     shapes = {k: v.shape for k, v in cases[0].pipe.transformer.state_dict().items() if k.endswith("to_q.weight")}
@@ -91,6 +93,7 @@ def test_files_go_into_a_modular_pipeline(tmp_path):
     assert torch.equal(cases[0](), before)
 
 
+@pytest.mark.slow
 def test_a_modular_pipeline_is_saved_and_loaded_on_its_blocks(tmp_path):
     case = modular.made("anima")
     fxplug.rewrite_pipeline(case.pipe, {"transformer": fxplug.load_pass("lora", at="re:.*to_q$", rank=2)}, **case.call)

@@ -87,6 +87,7 @@ def test_what_is_compiled_around_is_one_graph_with_nested_regions(traced):
     assert len(seen) == 1 and len(seen[0]) >= 2
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_adapters_switch_in_nested_regions(traced):
     model, gm, args = traced

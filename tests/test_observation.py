@@ -34,6 +34,7 @@ def call_of(name: str) -> dict:
     return {**tiny.CALLS[name], **SIZE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_stock_pipeline_is_observed_and_confirmed(name):
     pipe = tiny.make(name)
@@ -49,6 +50,7 @@ def test_a_stock_pipeline_is_observed_and_confirmed(name):
         assert not isinstance(part, torch.nn.Module) or "forward" not in vars(part)
 
 
+@pytest.mark.slow
 def test_a_denoiser_that_is_called_before_another_one_of_its_class_is_observed():
     """Ideogram 4 has a second transformer for what is without a caption, whose share guidance 1 makes zero."""
     torch.manual_seed(0)
@@ -82,6 +84,7 @@ def test_a_share_of_a_second_denoiser_that_no_guidance_switches_off_is_refused()
         observe(pipe, call, "transformer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["flux", "sdxl", "z_image", "wan"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_half_precision_the_maps_are_those_of_float32(name, dtype):
@@ -120,6 +123,7 @@ def test_a_pipeline_that_asks_for_the_very_class_of_its_scheduler_is_observed():
         assert confirm(pipe, seen) < 1e-6 and (seen.slope, seen.offset) == (0.001, 0.0)
 
 
+@pytest.mark.slow
 def test_both_denoisers_of_a_pipeline_are_seen():
     pipe = tiny.make("wan22")
     with pytest.raises(fxplug.SpecError, match="2 denoisers: set 'part' to one of transformer, transformer_2"):
@@ -149,6 +153,7 @@ def test_a_call_for_several_samples_and_a_compiled_model_are_refused():
         observe(pipe, call_of("sd15"))
 
 
+@pytest.mark.slow
 def test_a_traced_denoiser_is_observed_as_the_model():
     pipe = tiny.make("flux")
     plain = observe(pipe, call_of("flux"))
@@ -254,6 +259,7 @@ def test_a_run_stops_where_it_is_to_and_draws_by_its_seed():
     assert len(runs[0].steps) == 2 and runs[0].steps[1].calls[-1][0] == "unet"
 
 
+@pytest.mark.slow
 def test_random_pipelines_are_observed_as_they_are_or_refused():
     assert fuzz_observation(60, 100) == []
 

@@ -59,6 +59,7 @@ def arrays(value):
 # --- calls
 
 
+@pytest.mark.slow
 def test_arrays_of_numpy(pair):
     _, model = pair
     (image, ids, more), shift = inputs(2, 8), torch.randn(2, 6)
@@ -215,6 +216,7 @@ def test_a_forward_that_takes_any_arguments(more, tmp_path):
         model(*args, args[0])
 
 
+@pytest.mark.slow
 def test_odd_inputs_and_results_and_three_passes_with_slots(tmp_path):
     torch.manual_seed(0)
     args, kwargs = odd_inputs()
@@ -629,6 +631,7 @@ class Masked(nn.Module):
         return self.o(nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask[:, None, None])[:, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["ours", "torch.onnx's"])
 @pytest.mark.parametrize("kind", ["attention", "softmax"])
 def test_a_sample_that_sees_nothing_is_tried(kind, form, tmp_path, monkeypatch):

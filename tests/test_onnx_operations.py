@@ -60,6 +60,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_torch_onnx_alone_refuses_or_gets_wrong(name, tmp_path):
     function, inputs = OPERATIONS[name]
@@ -97,6 +98,7 @@ class Decoder(nn.Module):
         return self.head(x + self.out(y.transpose(1, 2).flatten(2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_grouped_heads_in_a_block_with_an_adapter(masked, tmp_path):
     torch.manual_seed(0)
@@ -119,6 +121,7 @@ def test_grouped_heads_in_a_block_with_an_adapter(masked, tmp_path):
     assert not torch.allclose(model(*given), net(*given), atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["pt2", "onnx", pytest.param("aoti", marks=pytest.mark.slow)])
 def test_no_samples_are_right_or_refused(to, tmp_path):
     net, ids = Decoder().eval(), torch.randint(0, 9, (2, 6))

@@ -76,6 +76,7 @@ def test_results_and_gradients_are_those_without_checkpoints(mode):
     assert not any(m.training for m in run.modules()) and torch.equal(run([x]), module([x]))
 
 
+@pytest.mark.slow
 def test_a_run_compiles_each_form_of_call_once_and_more_than_torch_does_by_itself(monkeypatch):
     net, compiled = Net().eval(), []
 

@@ -37,6 +37,7 @@ CASES = {case.name: case for case in zoo.cases("diffusers/")}
 # --- the operations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_parts_are_even_within_one_and_cover_the_whole(world):
     for size in range(1, 40):
@@ -623,6 +624,7 @@ class Attends(nn.Module):
         return F.scaled_dot_product_attention(q, k, v)
 
 
+@pytest.mark.slow
 def test_layers_that_a_plan_has_opened_are_named():
     new = fxplug.apply(own("sdpa"), fxplug.load_pass("lora", at="**", rank=2))
     plan = fxplug.parallel_plan(new, own_inputs(), tensor=2)

@@ -263,6 +263,7 @@ def test_bytes_are_those_of_the_papers():
     assert found["ulysses 2 x ring 2"].bytes == plan.bytes()
 
 
+@pytest.mark.slow
 def test_the_fastest_plan_is_the_one_that_is_predicted_to_be(monkeypatch):
     from fxplug.parallel.costs import prediction
 

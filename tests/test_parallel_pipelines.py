@@ -65,6 +65,7 @@ WAYS = {
 PAIRS = [*itertools.product(NAMES, ("ulysses 2", TOGETHER)), ("sd3", "ring 2"), ("sd3", "ulysses 2 x ring 2")]
 
 
+@pytest.mark.slow
 @sweep(("name", "ways"), PAIRS, *(pair for pair in PAIRS if pair[0] in ("dit", "sd3")))
 def test_the_picture_is_that_of_one_process(name, ways):
     if name in ONE_SAMPLE and "batch" in WAYS[ways]:
@@ -162,6 +163,7 @@ def bank(name):
     return new
 
 
+@pytest.mark.slow
 @sweep("how", [{}, {"fuse": "fused"}, {"merge": "live"}], {}, ids=str)
 @pytest.mark.parametrize("ways", [{"ulysses": 2}, {"batch": 2}], ids=str)
 def test_adapters_are_switched_while_it_is_parallel(ways, how):

@@ -273,6 +273,7 @@ def test_rows_that_cannot_be_split_are_told():
         fxplug.parallel_plan(fxplug.trace(nn.Linear(3, 3), (torch.randn(2, 3),)), (torch.randn(2, 3),), rows=2)
 
 
+@pytest.mark.slow
 def test_columns_are_split_where_one_asks_for_them():
     model, x = vae("decoder"), torch.randn(1, 4, 5, 9)
     _, plan = compared(model, x, 2, split={"sample": 3}, close=2e-6)

@@ -126,6 +126,7 @@ def test_processes_that_share_samples_give_what_one_gives(name, answers, tmp_pat
         assert logged[-1]["test"]["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_shared_is_told_in_every_process(name, refusals):
     for each in refusals:

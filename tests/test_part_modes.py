@@ -132,6 +132,7 @@ def same(model, gm, x, put=lambda model: None, mode=None):
     return len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in CASES])
 def test_each_part_follows_its_own_mode(name):
     make, mode, put = CASES[name]
@@ -147,6 +148,7 @@ def test_each_part_follows_its_own_mode(name):
     assert not gm.has_mixed_modes
 
 
+@pytest.mark.slow
 def test_in_a_rewrite_and_in_what_is_saved_of_it(tmp_path):
     torch.manual_seed(0)
     model, x = efficientnet()
@@ -186,6 +188,7 @@ def test_the_blocks_of_a_pass_have_modes_of_their_own():
     assert not torch.equal(new(x), new(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("name", ["norms of efficientnet", "backbone", "swin", "numbers that go in", "called twice"])
 def test_a_model_traced_in_mixed_modes(name, mode):
@@ -225,6 +228,7 @@ def test_the_modes_that_a_model_gives_its_parts_itself(kind, tmp_path):
             assert each.backbone.training == model.backbone.training
 
 
+@pytest.mark.slow
 def test_compiled_with_no_more_programs_than_modes():
     programs = []
 

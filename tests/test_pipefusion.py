@@ -117,6 +117,7 @@ def far(a, b):
 # --- in one process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_steps_in_one_piece_are_the_models_own(stages):
     want, last = image(own())

@@ -196,6 +196,7 @@ def test_a_video_pipeline_trains_on_videos_with_a_cache_and_without(tmp_path):
     assert task.last_sample()[0]["num_frames"] == 5 and task._sample_batch(1)["video"].shape == (1, 3, 5, *SIZE)
 
 
+@pytest.mark.slow
 def test_a_picture_that_goes_while_its_condition_is_unknown_is_named(tmp_path):
     top = pictures(tmp_path, edges=1)
     data = loader(top, conditions="../edges")

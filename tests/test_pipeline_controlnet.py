@@ -88,6 +88,7 @@ def folders(top, name="sd15"):
     return top / "c.yaml"
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_diffusers_two_models():
     pipe, both = tiny.make("sd15"), both_of("a red ball", "a blue cat on a box")
     network = random_network(pipe.unet)
@@ -111,6 +112,7 @@ def test_the_loss_is_that_of_diffusers_two_models():
     assert abs(float(other.detach()) - found) > 5e-5 * found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoded", [True, False])
 def test_a_picture_has_the_crop_and_the_flip_of_its_sample(tmp_path, decoded):
     """The conditions are the pictures themselves: what a pass is given is the sample, in [0, 1]."""
@@ -127,6 +129,7 @@ def test_a_picture_has_the_crop_and_the_flip_of_its_sample(tmp_path, decoded):
     assert flipped == {True, False}
 
 
+@pytest.mark.slow
 def test_the_sample_is_that_of_diffusers_controlnet_pipeline():
     pipe, both = tiny.make("sd15"), both_of("a red ball", "a blue cat")
     network = random_network(pipe.unet)
@@ -187,6 +190,7 @@ def test_it_trains_on_sdxl_and_from_a_folder(tmp_path):
     assert all(".to_q.lora_" in key for key in load_file(tmp_path / "lora" / "adapter" / "pytorch_lora_weights.safetensors"))
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_said_before_the_training(tmp_path):
     config = folders(tmp_path)
     with pytest.raises(SpecError, match="'cond' to the denoiser, a picture for each sample: set 'conditions'") as error:
@@ -197,6 +201,7 @@ def test_what_is_missing_is_said_before_the_training(tmp_path):
         fxplug.train(config, out=tmp_path / "run", quiet=True)
 
 
+@pytest.mark.slow
 def test_pictures_of_other_channels_are_refused():
     pipe, both = tiny.make("sd15"), both_of("a red ball")
     module = controlled(pipe)
@@ -204,6 +209,7 @@ def test_pictures_of_other_channels_are_refused():
         set_up(PipelineDenoise(pipe, samples=0), module, {**both, "condition": both["condition"][:, :1]})
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_needs_a_picture_of_its_own_is_refused():
     pipe, both = inpainting(), both_of("a red ball")
     plain = tiny.make("sd15")
@@ -220,6 +226,7 @@ def test_a_pass_that_needs_something_else_is_refused():
         set_up(PipelineDenoise(pipe, samples=0), module, both_of("a red ball"))
 
 
+@pytest.mark.slow
 def test_only_a_controlnet_that_is_all_that_trains_is_one_of_diffusers(recwarn):
     pipe, both = tiny.make("sd15"), both_of("a red ball")
     module = frozen_beside(controlled(pipe))

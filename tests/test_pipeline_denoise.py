@@ -110,6 +110,7 @@ def loss_of(task, batch, step=1):
 # --- what else is kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sd15", "z_image"])
 def test_what_the_model_made_of_the_class_is_preserved(name):
     """The loss of the trigger's captions, and the distance to the base for those of the class: 0 while the adapter is 0."""
@@ -165,6 +166,7 @@ def test_a_class_to_preserve_needs_a_trigger():
 # --- every family
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_trains_and_the_stock_pipeline_draws_the_same_with_its_adapter(name, tmp_path):
     pipe = tiny.make(name)
@@ -213,6 +215,7 @@ def test_samples_in_a_batch_have_the_losses_that_they_have_alone(name):
 # --- the run
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
     def run(out, steps, resume=None):
         pipe = tiny.make("sd15")

@@ -37,6 +37,7 @@ def broken(*_args, **_named):
     raise KeyError("theirs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "own"), [
     (broken, False), (lambda: torch.nn.Linear(2, 3)(torch.zeros(1, 4)), False), (lambda: example(None).first(), True),
     (lambda: step_inputs.StepInputs().find_groups([]), True), (lambda: call_arguments(broken, 1, None), True),

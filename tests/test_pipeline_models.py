@@ -84,6 +84,7 @@ QUICK = ("flux", "z_image")
 FAMILIES = [name for name in tiny_pipelines.CALLS if name != "ltx2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES])
 def test_what_is_saved_answers_every_call_of_its_pipeline_where_it_is_loaded(name, pipes, tmp_path):
     base = pipes(name)
@@ -128,6 +129,7 @@ def test_the_pipeline_is_opened_once_and_has_its_model_still(pipes, monkeypatch)
     assert given["hidden_states"].shape == (2, 16, 16)
 
 
+@pytest.mark.slow
 def test_the_saved_configuration_is_read_again_and_has_the_call(pipes, tmp_path):
     base = pipes("flux")
     rewritten(base, {"pipeline": "flux", "call": {"guidance_scale": 2.5}}, **SIZED, out=tmp_path / "out")
@@ -151,6 +153,7 @@ def test_inputs_take_the_place_of_what_the_pipeline_gives(pipes):
     )
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_it(pipes, tmp_path):
     base = pipes("flux")
     file = base / "run.yaml"
@@ -167,6 +170,7 @@ def test_the_command_line_takes_it(pipes, tmp_path):
 # --- the part
 
 
+@pytest.mark.slow
 def test_a_part_is_chosen_where_several_are_called(pipes):
     base, call = pipes("wan22"), {"num_frames": 1}
     assert "several denoisers, transformer, transformer_2: choose with 'part'" in refused(
@@ -188,6 +192,7 @@ def test_a_part_is_chosen_where_several_are_called(pipes):
     assert "this call of WanPipeline does not call 'vae'" in refused(base, uncalled)
 
 
+@pytest.mark.slow
 def test_two_parts_are_rewritten_and_saved_by_the_same_passes(pipes, tmp_path):
     base = pipes("wan22")
     both = {"pipeline": "wan22", "part": ["transformer_2", "transformer"], "call": {"num_frames": 1}}
@@ -206,6 +211,7 @@ def test_two_parts_are_rewritten_and_saved_by_the_same_passes(pipes, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_command_line_says_of_which_part_it_tells(pipes):
     base = pipes("wan22")
     file = base / "both.yaml"
@@ -228,6 +234,7 @@ def test_one_of_two_that_is_not_called_is_not_chosen_among(home, pipes):
     assert result.module.blocks[0].attn1.to_q.weight is result.pipeline.transformer.blocks[0].attn1.to_q.weight
 
 
+@pytest.mark.slow
 def test_any_model_that_the_call_calls_is_a_part(pipes):
     base = pipes("flux")
     result = rewritten(base, {"pipeline": "flux", "part": "text_encoder"}, passes=[{"lora": {"at": "**.q_proj"}}], **SIZED)
@@ -480,6 +487,7 @@ def test_keys_that_do_not_go_together(model, text, pipes):
 # --- quantised
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "library"), [("int8", "torchao"), ("nf4", "bitsandbytes")])
 def test_a_quantised_base_is_frozen_and_saved(how, library, pipes, tmp_path):
     pytest.importorskip(library)

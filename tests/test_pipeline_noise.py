@@ -34,6 +34,7 @@ SCHEDULERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_denoiser_that_knows_the_data_leads_the_scheduler_to_them(name):
     pipe = tiny.make("sd15")

@@ -82,6 +82,7 @@ def fill_up(module, std=0.3):
 # --- two denoisers
 
 
+@pytest.mark.slow
 def test_each_denoiser_is_trained_at_its_own_times_and_only_by_its_own_loss():
     task, modules = both_of_wan()
     task.setup(modules["transformer"], TaskInfo(SIZE, sizes=(SIZE,)))
@@ -200,6 +201,7 @@ def test_both_denoisers_train_quantised_checkpointed_and_in_half_precision(chang
     assert all(row["loss"] == row["loss"] for row in done.history)
 
 
+@pytest.mark.slow
 def test_what_is_preserved_of_both_is_the_sum_of_each():
     def loss(weight):
         options = {} if weight is None else {"preserve": "red", "preserve_weight": weight}
@@ -216,6 +218,7 @@ def test_what_is_preserved_of_both_is_the_sum_of_each():
         assert float(triple[name] - value) == pytest.approx(3 * float(single[name] - value), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_lists_of_parts_that_cannot_be_trained_are_refused(tmp_path):
     made = given(tmp_path, "wan22", part=["transformer", "transformr_2"])
     refusals = {
@@ -284,6 +287,7 @@ def test_the_gradient_of_a_text_encoder_is_that_of_the_loss():
     assert (found[0] - found[1]) / 0.1 == pytest.approx(norm, rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_is_preserved_beside_a_text_encoder_is_the_model_before_both():
     for filled in (False, True):
         task, module = text_of("sd15", preserve="red")
@@ -339,6 +343,7 @@ def test_text_encoders_in_half_precision_train_under_autocast(tmp_path):
         run_of({**made, "passes": []}, tmp_path / "alone")
 
 
+@pytest.mark.slow
 def test_text_encoders_that_cannot_be_trained_are_refused(tmp_path):
     def refused(name, text, **more):
         folder = tmp_path / name
@@ -375,6 +380,7 @@ class Detached(diffusers.StableDiffusionPipeline):
         return super().encode_prompt(*args, **named)
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_encodes_without_gradients_is_refused():
     pipe = Detached(**tiny.make("sd15").components, requires_safety_checker=False)
     pipe.set_progress_bar_config(disable=True)
@@ -383,6 +389,7 @@ def test_a_pipeline_that_encodes_without_gradients_is_refused():
         task.setup(rewritten(pipe, {}), TaskInfo(SIZE, sizes=(SIZE,)))
 
 
+@pytest.mark.slow
 def test_a_cache_has_pictures_and_no_captions_where_a_text_encoder_trains(tmp_path):
     made = given(tmp_path, "sd15", text={"text_encoder": TEXT}, task={"samples": 0}, train={"steps": 1})
     made["data"]["cache"] = str(tmp_path / "cache")

@@ -64,6 +64,7 @@ BY_HAND = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("image", "size", "place", "expected"), BY_HAND)
 def test_where_a_crop_lies_by_hand(image, size, place, expected):
     assert find_crop_origin(image, size, Crop(*place)) == expected
@@ -128,6 +129,7 @@ def read(batch):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", [never, always])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_is_decoded_later_is_equal(tmp_path, skip, workers):

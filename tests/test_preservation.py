@@ -99,6 +99,7 @@ def test_what_does_not_go_together_is_said(options, message):
     assert caught.value.path == ("preserve",)
 
 
+@pytest.mark.slow
 def test_models_that_cannot_be_as_before_are_said():
     base = rewritten()
     fxplug.trainable(base, "conv_in")
@@ -115,6 +116,7 @@ def test_models_that_cannot_be_as_before_are_said():
         make_task({"denoise": {"preserve": ""}})
 
 
+@pytest.mark.slow
 def test_a_run_preserves_and_goes_on_to_the_bit(tmp_path):
     folder(tmp_path / "own", 4, size=(16, 16))
     train = {**CONFIG["train"], "steps": 4, "batch": 2, "save": {"every": 2, "keep": 9}, "test": {}, "log": {}}

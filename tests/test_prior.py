@@ -171,6 +171,7 @@ def test_samples_and_prior_images_must_have_the_same_keys(base):
 # --- a run
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_to_the_bit_and_other_prior_images_are_another_run(base):
     train = {**CONFIG["train"], "steps": 4, "batch": 2, "save": {"every": 2, "keep": 9}, "test": {}, "log": {}}
     data = {**SPEC, "size": 16, "flip": True, "prior_weight": 0.5}

@@ -593,6 +593,7 @@ def shape_of(part, size, way):
     return lambda d: d["tensors"][WEIGHT]["parts"][part].update(shape=size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("facts", [
     {"shape": [1 << 20, 128]}, {"shape": [384, 64]}, {"blocksize": 4096}, {"blocksize": 3}, {"nested_blocksize": 64},
     {"quant_type": "int8"}, {"shape": None},

@@ -198,10 +198,12 @@ PROCESSES = (
 READ = ("unknown key 'ulyses'",)  # tests/test_parallel_training.py provokes it
 
 
+@pytest.mark.slow
 def test_each_quote_is_provoked():
     assert [quote for quote in PARALLEL if not any(piece in quote for piece in (*HERE, *PROCESSES, *READ))] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", HERE)
 def test_an_error_of_one_process_reads_as_the_page_says(piece, tmp_path):
     with pytest.raises(fxplug.FxplugError) as error:
@@ -276,6 +278,7 @@ AFTER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", AFTER)
 def test_an_error_of_a_traced_module_reads_as_the_page_says(piece):
     with pytest.raises((fxplug.FxplugError, AttributeError, TypeError, NotImplementedError)) as error:

@@ -47,6 +47,7 @@ def test_patterns_are_of_pass_and_base_and_the_last_one_counts():
     }
 
 
+@pytest.mark.slow
 def test_divided_groups_follow_the_schedule_and_go_on_to_the_bit(tmp_path):
     given = {"steps": 6, "lr": 1e-2, "scheduler": "cosine", "groups": {"**.up": {"lr_ratio": 4}}}
     whole = trainer(**given)

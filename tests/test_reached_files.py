@@ -133,6 +133,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_peft_computes_what_peft_does(name, tmp_path):
@@ -217,6 +218,7 @@ WRITTEN = {  # the model and the passes without slots
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_is_written_computes_the_same_in_peft_and_here(name, tmp_path):
@@ -287,6 +289,7 @@ def test_other_formats_refuse_them_by_name(as_, tmp_path):
         fxplug.save_adapter(new, tmp_path / "f.safetensors", as_=as_)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention", "two ranks", "vit", "bare", "qwen"])
 def test_fxplugs_own_file_has_them(name, tmp_path):
     make, passes = WRITTEN[name]

@@ -126,6 +126,7 @@ def rewritten(name):
     return model, gm, fxplug.load_pass(kind, **options, **rank), count, x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REACHED)
 def test_a_weight_within_is_changed(name, tmp_path):
     model, gm, p, count, x = rewritten(name)
@@ -157,6 +158,7 @@ def test_a_weight_within_is_changed(name, tmp_path):
     assert torch.equal(fxplug.load(tmp_path / "a")(x), new(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention", "encoder", "experts"])
 def test_one_compile_and_slots(name):
     model, gm, p, _, x = rewritten(name)

@@ -115,6 +115,7 @@ def test_a_copy_of_a_recipe_is_said_to_be_a_configuration(tmp_path, monkeypatch)
         assert f"'{name}' is a configuration, not a pipeline: train it with 'fxplug train {name}'" in said
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_described_and_confirmed_or_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe_twins.save("wan22", tmp_path / "wan22")  # the name of a recipe, which --size shows to be a folder
@@ -161,6 +162,7 @@ def test_a_backbone_of_transformers_trains(name, tmp_path, monkeypatch):
     trained(name, [*changes, "inputs.pixel_values=[2, 3, 32, 32]", "data.size=32", "data.workers=0", "train.batch=2"])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:PixArtSigmaPipeline has no load_lora_weights")  # as its recipe says
 @sweep("name", FAMILIES, "sana")
 def test_a_pipeline_trains_and_its_adapter_is_that_of_the_stock_one(name, tmp_path, monkeypatch):
@@ -202,6 +204,7 @@ def trained(name: str, changes: list[str], **more: Any) -> Any:
     return run
 
 
+@pytest.mark.slow
 @sweep("name", list_recipes(), "vit", "flux1")
 def test_a_recipe_at_its_full_size(name):
     """What the recipe's own passes find and add on the architecture itself; the comment says the memory of the formula."""

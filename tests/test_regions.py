@@ -54,6 +54,7 @@ def fill(value, size=16):
     return torch.full((size, size), value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [SD, FLUX])
 def test_a_mask_of_ones_is_the_regions_own_picture_and_one_of_zeros_is_the_plain_one(name):
     engine, size = Engine(make(name), rows=8, buckets=[8]), 32 if name == SD else 64

@@ -78,6 +78,7 @@ def same(gm, new, ways, value=None):
             assert measure_difference(found, want).times <= 1
 
 
+@pytest.mark.slow
 @each_way
 def test_a_pass_on_what_is_split_is_that_pass_split(ways):
     gm = traced()
@@ -92,6 +93,7 @@ def test_a_pass_on_what_is_split_is_that_pass_split(ways):
     assert str(split(traced(), ways).graph) == graph
 
 
+@pytest.mark.slow
 @each_way
 def test_what_is_split_without_a_pass_is_split_again(ways):
     gm = fxplug.apply(traced(), lora(), lora("second"))
@@ -182,6 +184,7 @@ def adapter():
     return {key: value for key, value in gm.state_dict().items() if key.startswith("lora.")}
 
 
+@pytest.mark.slow
 @each_way
 def test_adapters_for_each_sample_that_are_loaded_into_what_is_split(ways):
     """When the plan was made the slots were empty: what hangs on their rows could not be seen from the values."""
@@ -192,6 +195,7 @@ def test_adapters_for_each_sample_that_are_loaded_into_what_is_split(ways):
     same(gm, new, new.meta["plan"].ways)
 
 
+@pytest.mark.slow
 @each_way
 def test_a_plan_for_weights_that_are_zeros_holds_for_others(ways):
     """A bias that two processes add, or a layer that only one of them computes, shows with other weights only."""

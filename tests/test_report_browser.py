@@ -93,6 +93,7 @@ def click(driver, css):
     element.click()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_it_says_what_its_contents_say(opened, driver, name):
     page = opened(name)

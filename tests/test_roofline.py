@@ -78,6 +78,7 @@ def trial(*arguments, **environment):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_trial_runs_without_the_package():
     code = "import gpu_trial, sys; print([n for n in ('networkx', 'diffusers', 'timm', 'fxplug.core.ir') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=BENCHMARKS)
@@ -106,6 +107,7 @@ sys.exit(gpu_trial.main(["--sections", "check", "--json", sys.argv[1]]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_the_trial_finds_kernels_that_are_wrong(tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -115,6 +117,7 @@ def test_the_trial_finds_kernels_that_are_wrong(tmp_path):
     assert wrong == {f"float32, {mode}, triton" for mode in ("inference", "training")}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_a_section_that_crashes_or_hangs_ends_itself_alone(tmp_path, monkeypatch):
     file = tmp_path / "a.json"

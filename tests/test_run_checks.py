@@ -124,6 +124,7 @@ def test_options_of_a_scheduler_of_torch(scheduler, message):
         trainer(scheduler=scheduler)
 
 
+@pytest.mark.slow
 def test_those_that_work_are_taken():
     for scheduler in ("ReduceLROnPlateau", "OneCycleLR", {"CyclicLR": {"base_lr": 1e-5, "cycle_momentum": False}},
                       {"CosineAnnealingLR": {"eta_min": 1e-6}}, {"StepLR": {"step_size": 2, "per": "epoch"}}):  # fmt: skip
@@ -261,6 +262,7 @@ def fails(captions):
     return torch.zeros(len(captions), 4, 8)
 
 
+@pytest.mark.slow
 def test_prompts_that_cannot_be_encoded(tmp_path):
     parts = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",), "layers_per_block": 1}
     parts |= {"block_out_channels": (8,), "norm_num_groups": 4, "cross_attention_dim": 8, "attention_head_dim": 4}
@@ -378,6 +380,7 @@ def test_what_trains_of_a_model_in_half_precision_is_float32(way):
         assert all(torch.equal(made.trained[n].float(), masters[n].bfloat16().float()) for n in masters)
 
 
+@pytest.mark.slow
 def test_small_steps_are_not_lost_in_half_precision():
     gm = module("bfloat16")
     start = gm.get_parameter("head.weight").detach().clone()
@@ -454,6 +457,7 @@ def small_vit():
     return module()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS, ids=".".join)
 def test_a_setting_is_used_or_refused_before_anything_is_written(tmp_path, small_vit, key):
     before = {name: value.clone() for name, value in small_vit.state_dict().items()}
@@ -498,5 +502,6 @@ def test_a_module_that_could_not_be_written_at_the_end_is_refused_at_the_start(t
     assert len(trainer(module, steps=1).fit()) == 1
 
 
+@pytest.mark.slow
 def test_random_settings_are_used_or_refused():
     assert fuzz_settings.fuzz_settings(40, 0) == []

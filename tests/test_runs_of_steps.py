@@ -61,6 +61,7 @@ SCHEDULERS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_second_run_takes_nothing_of_the_first_under_any_scheduler(name):
     pipe = pipeline(fresh(), scheduler=f"{name}Scheduler")
@@ -101,6 +102,7 @@ BEFORE = {  # what runs first, and ends where the second begins
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guidance", [7.5, 1.0])
 @pytest.mark.parametrize("before", BEFORE)
 def test_a_picture_from_a_picture_begins_a_run_below_the_time_of_the_last(before, guidance):
@@ -118,6 +120,7 @@ def test_a_picture_from_a_picture_begins_a_run_below_the_time_of_the_last(before
     assert torch.equal(both(fresh(), True), both(fresh(), False))
 
 
+@pytest.mark.slow
 def test_guidance_that_ends_or_begins_in_a_run_keeps_calls_apart():
     """A call takes nothing from one with another condition: without changes between steps each is the model's own."""
     base = pixart()

@@ -46,6 +46,7 @@ def draw_calls(name, seed, count=10):
         yield {"prompt": texts, "height": 32 * draw.randint(1, 5), "width": 32 * draw.randint(1, 5), **more, **frames}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in tiny_pipelines.CALLS])
 def test_a_loaded_module_draws_any_size_and_number_of_texts_or_says_what_to_do(name, tmp_path):
     loaded, result, part = saved(name, tmp_path)
@@ -66,6 +67,7 @@ def test_a_loaded_module_draws_any_size_and_number_of_texts_or_says_what_to_do(n
     assert answered >= {"ltx2": len(calls) // 3}.get(name, len(calls) // 2 if name in REFUSED else len(calls))
 
 
+@pytest.mark.slow
 def test_sizes_are_asked_within_the_graph_and_no_graph_is_made_twice(tmp_path):
     loaded, result, _ = saved("pixart", tmp_path)
     assert len(loaded.modules_by_form) == 3  # its size, another height, and another width alone

@@ -122,6 +122,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @sweep("kind", KINDS, "layers below")  # the one that finds most
 def test_every_way_to_attach_costs_as_much_among_many(kind):
     gms = {count: fxplug.trace(Stack(count), torch.ones(1, 4)) for count in (20, 200)}

@@ -153,6 +153,7 @@ def alone(client, seed=5, adapters=None):
         return pipe(**call, generator=torch.Generator().manual_seed(seed)).images[0]
 
 
+@pytest.mark.slow
 def test_a_picture_is_that_of_the_pipeline(client, pictures):
     """Alone to the byte, several within a last bit, and each with the seed that is said."""
     assert np.array_equal(pictures()[0], alone(client))
@@ -320,6 +321,7 @@ def test_results_that_are_kept_are_bounded(tmp_path, monkeypatch):
         jobs.add("")
 
 
+@pytest.mark.slow
 def test_a_body_that_does_not_come_and_a_stream_that_is_not_read(client, monkeypatch):
     monkeypatch.setattr("fxplug.serving.server.application.SEND", 0.2)
     with socket.create_connection(client.address) as raw:

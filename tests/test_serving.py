@@ -35,6 +35,7 @@ COMPILED = ("lora", "dora", "delta")  # one of each way to attach: parameters, w
 CASES = [(name, form) for name in PASSES for form in FORMS if form != "compiled" or name in COMPILED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_the_saved_module_gives_the_bits_of_the_trained_one(name, form, tmp_path):
     base = small.plain_vit()

@@ -108,6 +108,7 @@ def alone():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # asked by dynamo
 def test_what_is_sharded_is_compiled_in_parts(alone, monkeypatch):
     compiler = torch.compile
@@ -143,6 +144,7 @@ def test_what_cannot_be_sharded():
         full_state(gm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 @torch.no_grad()  # with gradients dynamo warns of .grad of its own tensors
 def test_what_is_sharded_compiles_before_it_was_called(training):

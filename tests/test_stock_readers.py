@@ -49,6 +49,7 @@ def first(result):
     return result
 
 
+@pytest.mark.slow
 def test_readers_of_each_format_give_what_was_written(capsys):
     assert fuzz_formats.fuzz_formats(12, 0) == [], capsys.readouterr().out
 

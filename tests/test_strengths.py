@@ -52,6 +52,7 @@ def slotted(**options):
     return new
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_dictionary_of_blocks_is_taken_as_by_diffusers():
     theirs, new = tiny.pipeline("StableDiffusionPipeline").unet, slotted()

@@ -65,6 +65,7 @@ def compiled_here(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda m, **how: compiled(m, **how) if isinstance(m, TracedModule) else m)
 
 
+@pytest.mark.slow
 @sweep("name", NAMES, "new_head")
 def test_a_task(name, tmp_path, monkeypatch, capsys, forked, compiled_here):
     monkeypatch.syspath_prepend(str(TASKS))

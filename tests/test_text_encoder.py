@@ -115,6 +115,7 @@ def with_peft(model, state, names):
     return {key: parameter for key, parameter in model.named_parameters() if "lora_" in key}
 
 
+@pytest.mark.slow
 def test_both_train_as_in_a_loop_with_peft(tmp_path):
     plugin = runs.plugin("Watch", **{name: hook for name, hook in vars(Watch).items() if name.startswith("on_")})
     run = train(tmp_path, train__plugins=[plugin], train__fuse=False)
@@ -149,6 +150,7 @@ def test_both_train_as_in_a_loop_with_peft(tmp_path):
         torch.testing.assert_close(got, {key: p.detach() for key, p in own.items()}, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", [None, []], ids=["both", "the encoder alone"])
 def test_the_loss_falls(tmp_path, passes):
     changed = {} if passes is None else {"passes": passes}
@@ -164,6 +166,7 @@ def test_the_loss_falls(tmp_path, passes):
     assert {key.split(".")[0] for key in keys} == {"text_encoder", *({"unet"} if passes is None else ())}
 
 
+@pytest.mark.slow
 def test_it_resumes_to_the_bit_with_averages_and_the_best(tmp_path):
     """The encoder's dropout is on in training and off in tests, and its random numbers go on."""
     text = {"lora": {"at": "re:.*[qv]_proj$", "rank": 2, "dropout": 0.5}}
@@ -185,6 +188,7 @@ def test_it_resumes_to_the_bit_with_averages_and_the_best(tmp_path):
         train(tmp_path / "c", [{"lora": {"at": "re:.*[qv]_proj$", "rank": 3}}], resume=tmp_path / "a", **given)
 
 
+@pytest.mark.slow
 def test_one_adapter_file_has_both_and_the_stock_pipeline_loads_it(tmp_path):
     run = train(tmp_path / "run")
     file = run.out / "adapter/pytorch_lora_weights.safetensors"
@@ -218,6 +222,7 @@ def test_one_adapter_file_has_both_and_the_stock_pipeline_loads_it(tmp_path):
         torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_in_bf16_the_updates_are_float32(tmp_path, dtype):
     """The encoder is under the run's autocast, as accelerate has it; what it gives has the encoder's dtype."""
@@ -267,6 +272,7 @@ def test_what_trains_of_the_base_of_an_encoder_is_beside_its_passes(tmp_path):
     assert f"pipe.text_encoder = fxplug.load({str(run.out / 'text/text_encoder')!r})" in run.use
 
 
+@pytest.mark.slow
 def test_a_pass_of_an_encoder_that_does_not_train_stays_as_it_is(tmp_path):
     frozen = {"lora": {**TEXT["lora"], "train": False}}
     run = train(tmp_path, [frozen], train__steps=1)
@@ -334,6 +340,7 @@ plugin_TE:
 """
 
 
+@pytest.mark.slow
 def test_both_parts_of_a_configuration_of_hcp_diffusion_are_one_run(place, tmp_path):
     (place / "hcp.yaml").write_text(HCP)
     (place / "model.yaml").write_text(yaml.safe_dump({key: config()[key] for key in ("model", "inputs")}))

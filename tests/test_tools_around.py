@@ -165,6 +165,7 @@ def test_groups_of_single_layers_need_parts_without_weights_of_their_own(both):
         MOVES["leaf_level"](both[1])
 
 
+@pytest.mark.slow
 def test_a_rewritten_pipeline_is_offloaded_layer_by_layer(tmp_path):
     call = {"num_inference_steps": 2, "height": 64, "width": 64, "output_type": "pt"}
 

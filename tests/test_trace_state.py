@@ -959,6 +959,7 @@ def test_what_a_module_cannot_drop_it_keeps():
     assert torch.equal(fxplug.trace(model, (x,))(x), expected) and model.kept is not None and model.calls == [1]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_attention_biases_that_timm_keeps_are_read_anew():
     model = timm.create_model("levit_128s", img_size=64, num_classes=3, embed_dim=(16, 16, 16), key_dim=4, num_heads=2).eval()

@@ -369,6 +369,7 @@ def test_a_test_is_in_the_log_once(tmp_path):
 # --- random runs
 
 
+@pytest.mark.slow
 def test_random_runs_go_on_as_if_nothing_had_happened():
     """`make fuzz` has as many as it is given."""
     assert fuzz_runs.fuzz_runs(3, 1000) == []

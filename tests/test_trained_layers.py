@@ -88,6 +88,7 @@ def result(module, args):
     return out if isinstance(out, torch.Tensor) else out[0]
 
 
+@pytest.mark.slow
 @sweep("name", list(CASES), *CASES)
 @pytest.mark.filterwarnings("ignore")
 def test_pefts_file_has_them_and_gives_exactly_what_was_trained(name, tmp_path):
@@ -378,6 +379,7 @@ def test_the_count_of_what_trains_is_pefts_line(capsys):
                    f"{100 * some / (every - number):.4f}"  # fmt: skip
 
 
+@pytest.mark.slow
 def test_verify_of_a_trained_controlnet_says_that_it_is_no_longer_new():
     gm, args, kwargs = unets.sd15()
     new = fxplug.apply(gm, fxplug.load_pass("controlnet", options={"conditioning_embedding_out_channels": [4, 4, 4, 8]}))

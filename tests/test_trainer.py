@@ -39,6 +39,7 @@ def message(error, *args, **kwargs):
 # --- what a run does and leaves
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_leaves_all_that_it_says(tmp_path):
     done = run(
         tmp_path / "run",
@@ -92,6 +93,7 @@ def test_batch_norms_of_a_frozen_base_keep_their_statistics(tmp_path):
     assert all(torch.equal(state[name], value) for name, value in base.items() if not name.startswith("lora."))
 
 
+@pytest.mark.slow
 def test_groups_have_the_rates_of_their_passes(tmp_path):
     passes = [
         {"lora": {"at": "blocks.0.attn.qkv", "lr": 1e-2, "weight_decay": 0.1}},
@@ -212,6 +214,7 @@ def test_a_task_of_ones_own(tmp_path):
 # --- not losing work
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path):
     common = {"train__ema": 0.9, "train__scheduler": "cosine", "train__task": {"classify": {"augment": "none", "mixup": 0.5}}}
     whole = run(tmp_path / "a", **common)
@@ -363,6 +366,7 @@ def sized():
     return net(lambda self, x: self.lin(middle(x).flatten(1).to(self.lin.weight.dtype)), lin=nn.Linear(768, 10))
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_the_graph_names_the_key(tmp_path):
     own = {"model": "test_trainer:sized", **OWN, "inputs": {"x": [2, 3, 24, 24]}}
     text = message(fxplug.TrainError, tmp_path, **own)
@@ -723,6 +727,7 @@ def test_a_run_ends_where_tests_are_no_better_and_leaves_the_best(folder, tmp_pa
         assert read(out / "best").step == 2 and list_checkpoints(out / "checkpoints")[-1].name.endswith("4")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_best_test_to_the_bit(tmp_path):
     scores = {"train__task": {"test_trainer:Scores": {"losses": [3.0, 1.0, 2.0, 2.0]}}, "train__ema": 0.9}
     tests = {"train__test": {"every": 1, "best": True}, "data__test": {"call": "runs:Digits"}}

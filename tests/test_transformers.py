@@ -132,6 +132,7 @@ QUICK = {(name, False) for name in MODELS} - {("t5", False), ("whisper", False),
 KINDS = [(name, dora) for dora in (False, True) for name in MODELS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dora"), [pytest.param(*kind, marks=[] if kind in QUICK else [pytest.mark.slow]) for kind in KINDS]
 )
@@ -198,6 +199,7 @@ def tied_model(name: str) -> tuple[nn.Module, dict[str, Any], str]:
     return model, call, "wte" if name == "gpt2" else "embed_tokens"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [False, True], ids=["train", "slots"])
 @pytest.mark.parametrize("case", TIED)
 @sweep("name", ["llama, for causal", "gpt2"], 0)

@@ -48,6 +48,7 @@ OF_INPUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_transforms_see_what_a_form_computes(form, frozen):
@@ -67,6 +68,7 @@ def penalised(module):
     return dict(zip(trained, torch.autograd.grad(size, given, materialize_grads=True), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["fused", "blas", "fused slots", "outlined", "both"])
 def test_gradients_of_a_gradient(form):
     found, wanted = penalised(FORMS[form]()), penalised(FORMS["slots" if form == "fused slots" else "adapted"]())
@@ -75,6 +77,7 @@ def test_gradients_of_a_gradient(form):
     assert max(off.values()) < 1e-5, off
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["fused", "blas"])
 def test_a_transform_that_is_compiled(form):
     module, expected = FORMS[form](), FORMS["adapted"]()

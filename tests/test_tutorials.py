@@ -67,6 +67,7 @@ def read(name):
     return nbformat.read(TUTORIALS / f"{name}.ipynb", as_version=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in NAMES])
 def test_tutorial(name, tmp_path):
     run(read(name), tmp_path, sys.executable if name in QUICK else None)

@@ -29,6 +29,7 @@ def shared():
         yield
 
 
+@pytest.mark.slow
 def test_what_is_said_of_a_denoiser_of_video_and_sound():
     pipe = tiny.make("ltx2")
     before = tiny.draw(pipe, "ltx2")
@@ -52,6 +53,7 @@ def test_the_times_of_both_latents_are_not_stepped_twice():
     assert float(run.scheduler.sigmas[run.scheduler.step_index]) == 0
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_the_video_without_the_sound():
     """By hand: flow matching on normalised, packed latents; the model called with video and sound apart, whatever the sound."""
     pipe, batch = tiny.make("ltx2"), batch_of("a red ball", "a blue cat")
@@ -81,6 +83,7 @@ def test_the_loss_is_that_of_the_video_without_the_sound():
     assert found == pytest.approx(float(sum(losses) / 2), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_without_a_call_that_keeps_them_apart_it_is_refused():
     off = {"modality_scale": 1.0, "audio_modality_scale": 1.0}
     with pytest.raises(SpecError, match="latents of LTX2Pipeline: .*depends on audio_hidden_states, .*no call of it that"):
@@ -128,6 +131,7 @@ def test_videos_train_it_too(tmp_path):
     assert "adapter/ in the stock pipeline: equal" in (tmp_path / "run" / "log.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_random_pipelines_of_two_latents_are_observed_as_they_are_or_refused():
     """`make fuzz` has as many as it is given."""
     assert fuzz_two_latents(16, 100) == []

@@ -25,6 +25,7 @@ def alike(a: nn.Module, b: nn.Module) -> bool:
     return all(n == m and torch.equal(x, y) and x.requires_grad == y.requires_grad for (n, x), (m, y) in rows)
 
 
+@pytest.mark.slow
 def test_a_model_of_diffusers_with_weights_draws_nothing_and_one_without_draws(tmp_path):
     plain = UNet2DConditionModel(**UNET)
     plain.save_pretrained(tmp_path / "unet")

@@ -88,6 +88,7 @@ def traced():
     return _traced(unet, kwargs=call), unet, call
 
 
+@pytest.mark.slow
 @sweep("kind", TIMES, "int", "batch")
 def test_a_timestep_is_what_the_model_takes(traced, kind):
     gm, unet, call = traced
@@ -256,6 +257,7 @@ def test_a_damaged_variant_is_refused(tmp_path, change):
         fxplug.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_compiler_is_given_the_graph_that_fits():
     model, x, counter = Ways().eval(), torch.randn(2, 4), CompileCounter()
     gm = _traced(model, torch.randn(2, 4))
@@ -597,6 +599,7 @@ def test_what_a_compiler_is_refused_has_the_sentence_of_the_guard(dtype, call, t
         torch.compile(gm, fullgraph=True, backend="eager")(torch.ones(2, 4, dtype=dtype), **call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_form_that_is_new_to_a_compiled_module_is_traced(inside):
     unet, call = _unet()

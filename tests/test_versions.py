@@ -68,6 +68,7 @@ def test_a_version_is_in_the_range_or_not(found, tested, monkeypatch, recwarn):
     ]
 
 
+@pytest.mark.slow
 def test_an_untested_torch_is_one_warning_and_no_error(tmp_path):
     (tmp_path / "torch-9.1.dist-info").mkdir()
     (tmp_path / "torch-9.1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.1\n")

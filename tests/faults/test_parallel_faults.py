@@ -75,6 +75,7 @@ def by_rank(gm, change, ways=None):
     return run_simulated(plan.ways, run)
 
 
+@pytest.mark.slow
 def test_other_inputs_weights_and_buffers_are_told_at_the_first_call():
     gm, theirs, changed = traced(), parallel(ulysses=2, ring=2), parallel(batch=2, ulysses=2)
     changed.scale.mul_(2)

@@ -86,6 +86,7 @@ def saved(tmp_path_factory):
     return folder, json.loads((folder / "graph.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_key_that_is_missing_is_told_or_not_needed(saved, tmp_path):
     folder, document = saved
     needed = set()

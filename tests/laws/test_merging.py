@@ -13,6 +13,7 @@ import fxplug
 from fxplug.core.errors import SpecError
 
 
+@pytest.mark.slow
 def test_random_merges_are_right_or_refused():
     """A sample; `make fuzz` draws more."""
     counts: Counter[str] = Counter()

@@ -278,6 +278,7 @@ def test_the_given_graph_is_not_touched(case):
     assert same(out, run(base.model, base))
 
 
+@pytest.mark.slow
 def test_every_new_parameter_moves_the_loss_falls_the_base_stays_and_what_is_learned_round_trips(learner):
     base = dict(learner.base.model.state_dict(keep_vars=True))
     ours = dict(learner.new.state_dict(keep_vars=True))
@@ -299,6 +300,7 @@ def test_every_new_parameter_moves_the_loss_falls_the_base_stays_and_what_is_lea
     assert same(run(again, learner.base), run(learner.new, learner.base))
 
 
+@pytest.mark.slow
 def test_what_is_learned_is_saved_alone_and_loaded_into_the_pass_or_into_what_the_file_says(learner, tmp_path):
     with torch.no_grad():
         for p in learner.added.values():
@@ -319,6 +321,7 @@ def test_what_is_learned_is_saved_alone_and_loaded_into_the_pass_or_into_what_th
     torch.testing.assert_close(run(again, learner.base), run(learner.new, learner.base), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_is_taken_out_again_also_of_a_loaded_module(case, tmp_path):
     if any(site["place"] == "replace" for site in case.new.meta["passes"][-1]["sites"]):
         with pytest.raises(fxplug.SpecError, match="has replaced '.*', which is no longer in the graph"):
@@ -335,6 +338,7 @@ def test_it_is_taken_out_again_also_of_a_loaded_module(case, tmp_path):
         assert fxplug.apply(again, case.made).meta["passes"][0]["name"] == case.made.name
 
 
+@pytest.mark.slow
 def test_verify_finds_nothing(case):
     report = fxplug.verify(case.base.gm, case.new, *case.call, compile=False)
     status = {c.name: c.status for c in report.checks}
@@ -379,6 +383,7 @@ def all_on_a_vit():
     return [*groups, Case("vpt", base, None, fxplug.apply(base.gm, *vpt))]
 
 
+@pytest.mark.slow
 def test_one_graph_is_captured_in_both_modes():
     captured(made_once("scale", 0))
 

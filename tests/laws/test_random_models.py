@@ -26,6 +26,7 @@ def hold(program, ways=None):
 
 
 # a loop of asyncio that is refused half made says so when it is collected
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("names", [NAMES[i::12][:4] for i in range(3)], ids="-".join)  # the slow tests have each of them
 def test_what_forward_reads_is_held_or_refused(names):
@@ -144,5 +145,6 @@ def test_the_judge_sees_each_kind_of_fault(monkeypatch, fault, kind, what):
     assert (found.kind, what in found.what) == (kind, True), found
 
 
+@pytest.mark.slow
 def test_random_ports_of_operations():
     assert fuzz_ports.fuzz_ports(12, 0) == []

@@ -134,6 +134,7 @@ def test_pins_count_and_keep_adapters_where_they_are():
     assert new.adapters.names == []
 
 
+@pytest.mark.slow
 def test_calls_beside_threads_that_put_and_unload_have_the_same_bits():
     new = loaded()
     rows = new.adapters.rows(["a", {"b": 0.3}])

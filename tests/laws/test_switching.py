@@ -128,6 +128,7 @@ def test_every_sample_has_an_adapter_of_its_own(traced, loaded, files):
     close(loaded(x[:3]), files["ink"][1][:3])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_nothing_recompiles(traced, loaded, files):
     """Calls, scales, switches, combinations, none, another load, a mixed batch, and other batch sizes: one graph."""

@@ -42,6 +42,7 @@ def _nested(adapters):
 CASES = [*zip(FORMS, ENDS, strict=True), ("eager", "an interrupt"), ("live merge", "no free slot")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "end"), CASES)
 def test_a_change_that_fails_half_way_is_undone(form, end):
     module = loaded(form)
@@ -213,6 +214,7 @@ def test_a_folder_that_was_saved_anew_meanwhile_is_refused(tmp_path, monkeypatch
 SIZES = [("eager", 3), ("fused", 1), ("outlined", 4), ("step cache", 3), ("compile()", 5), ("in a Sequential", 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "batch"), SIZES)
 def test_another_number_of_entries_than_samples_is_said_before_the_call(form, batch):
     subject = fuzz.FORMS[form]()

@@ -440,6 +440,7 @@ def test_an_interrupt_behind_any_step_leaves_what_use_said(module, at, monkeypat
     assert torch.equal(module(X), wanted[0])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
 @torch.no_grad()
 def test_interrupts_at_any_place_leave_what_use_said(module):

@@ -47,6 +47,7 @@ def base(host):
     return unets.HOSTS[host]()
 
 
+@pytest.mark.slow
 def test_the_output_is_that_of_diffusers_two_models(base, host):
     (network, new), cond = with_control(host), picture(base)
     assert not new.meta["passes"][-1]["neutral"]

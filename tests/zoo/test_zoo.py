@@ -28,6 +28,7 @@ SLOW = {
     "timm/mobilenetv3", "timm/nfnet", "timm/regnet", "timm/swin_transformer", "timm/test_maxvit", "timm/tf_efficientnet_lite0",
 }  # fmt: skip
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id=c.name, marks=pytest.mark.slow if c.name in SLOW else []) for c in cases() if c.fast]
 )
