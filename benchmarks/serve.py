@@ -2,8 +2,8 @@
 
 python benchmarks/serve.py [cost] [overload] [--rounds N] [--requests N] [--seconds S] [--json FILE]
 
-cost       CPU time of this process for the same requests by `engine.generate` and by HTTP, in turn: half of them by stream
-           with two previews, a quarter as jobs, the rest at once; the client is another process
+cost       CPU time of this process for the same requests by `generate` of an engine without a thread and by HTTP, in turn:
+           half of them by stream with two previews, a quarter as jobs, the rest at once; the client is another process
 overload   requests at ten times the rate at which pictures were made, for some seconds: the answers by status, and memory
 """
 
@@ -27,7 +27,7 @@ import diffusers
 import record
 import torch
 
-from fxplug.serving import Request
+from fxplug.serving import Engine, Request
 from fxplug.serving.server.application import Server
 from fxplug.serving.server.running import bind, serve
 from fxplug.serving.server.server_config import ServerConfig, load_server_config
@@ -114,10 +114,11 @@ def measure_cost(running: Running, rounds: int, count: int) -> dict[str, Any]:
     """Return the CPU times by way, in turn, and the median of their ratios."""
     bodies = make_bodies(count)
     asked = [Request(call={"prompt": b["prompt"], **b["call"]}, seed=b["seed"]) for _, b in bodies]
+    engine = Engine(running.service.pipe, rows=ROWS, queue=QUEUE)
     times: dict[str, list[float]] = {"generate": [], "http": []}
     for _ in range(rounds + 1):
         begin = time.process_time()
-        assert all(ticket.state == "done" for ticket in running.service.engine.generate(asked))
+        assert all(ticket.state == "done" for ticket in engine.generate(asked))
         times["generate"].append(time.process_time() - begin)
         begin = time.process_time()
         answers = running.ask(bodies)

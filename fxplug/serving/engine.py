@@ -190,8 +190,8 @@ class Engine:
                 more = request is not None
                 if request is not None:
                     open_.append(self.submit(request))
-            if not self._step_by_hand():
-                self._news.wait(WAIT)
+            if not self._step_by_hand() and open_:
+                open_[0].wait(WAIT)
             ended = [ticket for ticket in open_ if ticket.has_ended()]
             open_ = [ticket for ticket in open_ if not ticket.has_ended()]
             yield from ended

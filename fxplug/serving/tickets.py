@@ -105,6 +105,17 @@ class Ticket:
             with self._lock:
                 self._listeners.remove(listen)
 
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end; return whether it has come.
+
+        Args:
+            seconds: How long to wait at most.
+
+        Returns:
+            Whether it has a result or an error.
+        """
+        return self._end.wait(seconds)
+
     def has_ended(self) -> bool:
         """Tell whether it has a result or an error."""
         return self._end.is_set()
