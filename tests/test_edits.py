@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from diffusers import AutoPipelineForImage2Image, AutoPipelineForInpainting
 from PIL import Image, ImageChops
 from test_server import client, folder  # noqa: F401  (fixtures)
 
+from fxplug.serving.server import edits
 from fxplug.serving.server.edits import _find_size, read_edit_mask
 
 NONE = dict[str, bytes]()  # not even a picture
@@ -104,6 +106,22 @@ def test_what_is_wrong_is_told_by_field(client, files, fields, param, text):  # 
 def test_a_body_that_is_no_form(client, kind):  # noqa: F811
     answer = client.send("/v1/images/edits", b"\xff--cut\r\n", headers={"Content-Type": kind})
     assert answer.status == 400, answer.raw
+
+
+def test_large_pictures_are_read_beside_the_loop_that_answers_others(client, monkeypatch):  # noqa: F811
+    there, asked, real = threading.Event(), threading.Event(), edits.decode_picture
+
+    def decode(*given):
+        there.set()
+        assert asked.wait(20), "nobody was answered meanwhile"
+        return real(*given)
+
+    monkeypatch.setattr(edits, "decode_picture", decode)
+    sent = threading.Thread(target=draw, args=(client, {"image": encode(PICTURE)}))
+    sent.start()
+    assert there.wait(20) and client.send("/health").status == 200
+    asked.set()
+    sent.join()
 
 
 def test_a_picture_is_turned_as_its_exif_says(client):  # noqa: F811

@@ -32,6 +32,7 @@ from .jobs import ENDS, Jobs, PictureJob, encode_base64, follow
 from .keys import ApiKey, find_key
 from .metrics import KIND, Metrics, log_request
 from .page import read_page
+from .picture_files import READER
 from .pictures import MIMES, encode_picture, list_pictures
 from .service import AcceptedOrder, Service
 from .uploads import add_adapter_file, delete_adapter_file
@@ -135,7 +136,8 @@ class Server:
 
     async def _read_order(self, request: Request, key: ApiKey) -> PictureOrder:
         raw = await read_body(request, self.config.limits.body_mib << 20)
-        return read_order(raw, self.config, self.service.pipe, self.service.adapter_names(), key)
+        given = raw, self.config, self.service.pipe, self.service.adapter_names(), key
+        return await asyncio.get_running_loop().run_in_executor(READER, read_order, *given)
 
     async def create_images(self, request: Request, key: ApiKey) -> Response:
         """Answer a request for pictures, at once or as a stream."""

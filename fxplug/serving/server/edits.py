@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from ...pipelines.opening import call_parameters
 from .bodies import PictureOrder, make_order
 from .errors import RequestError, convert_spec_error
 from .keys import ApiKey
-from .picture_files import decode_picture
+from .picture_files import READER, decode_picture
 from .server_config import Size, parse_size
 from .service import Service
 from .tasks import CONTROL, IMAGE, INPAINT, find_picture_argument
@@ -44,7 +45,8 @@ async def read_edit(raw: bytes, headers: Headers, service: Service, key: ApiKey)
     """
     form = await _parse_form(raw, headers)
     try:
-        return _make_edit(form, service, key, await _read_files(form))
+        files = await _read_files(form)
+        return await asyncio.get_running_loop().run_in_executor(READER, _make_edit, form, service, key, files)
     except SpecError as error:
         raise convert_spec_error(error) from None
     finally:

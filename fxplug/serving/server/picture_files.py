@@ -7,11 +7,13 @@ import binascii
 import io
 import struct
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 from PIL import Image, ImageChops
 
 from ...core.errors import SpecError, get_first_line, quote
 
+READER = ThreadPoolExecutor(1, "pictures")  # reads bodies beside the event loop, and one at a time: each may be large
 FORMATS = ("PNG", "JPEG", "WEBP")
 DEEP = ("I", "F", "I;16", "I;16B", "I;16L")  # modes of more than eight bits, which conversions cut off
 
