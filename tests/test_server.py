@@ -29,6 +29,8 @@ from diffusers import ControlNetModel
 from PIL import Image
 
 from fxplug.core.errors import SpecError
+from fxplug.serving import Engine, Request
+from fxplug.serving.offloading import ModelOffload
 from fxplug.serving.server.application import Server
 from fxplug.serving.server.errors import RequestError
 from fxplug.serving.server.jobs import RESTARTED, Jobs
@@ -439,16 +441,30 @@ def test_the_client_of_openai(client):
         ('warm.sizes=["32"]', "WIDTHxHEIGHT"),
         ("http.keys=none.txt", "none.txt"),
         ("passes={unet: [{lorra: {}}]}", "did you mean 'lora'"),
+        ("offload=true;quantize=int8", "leave out 'quantize' or 'offload'"),
     ],
 )
 def test_a_configuration_that_is_wrong(folder, change, text, monkeypatch):
     monkeypatch.setattr("fxplug.serving.server.service.rewrite_pipeline", lambda pipe, *_, **__: pipe)
     with pytest.raises(Exception, match=".*") as caught:
-        config = load_server_config(folder / "serve.yaml", [change])
+        config = load_server_config(folder / "serve.yaml", change.split(";"))
         if config.http.keys:
             read_keys(config.base / config.http.keys)
         Service(config)
     assert type(caught.value).__module__ == "fxplug.core.errors" and text in str(caught.value)
+
+
+@pytest.mark.slow
+def test_models_that_wait_on_the_cpu(client, folder):
+    service = Service(load_server_config(folder / "serve.yaml", ["offload=true", "device=cpu:0"]))
+    parts = {**service.pipe.components, **service.pipes["control:canny"].components}
+    waiting = {name for name, part in parts.items() if isinstance(getattr(part, "_hf_hook", None), ModelOffload)}
+    assert waiting == {"unet", "vae", "text_encoder", "controlnet"}
+    call = {"prompt": "a cat", "num_inference_steps": 2, "height": 32, "width": 32, "output_type": "pt"}
+    (ticket,) = service.engine.generate([Request(call=call, seed=1)])
+    (right,) = Engine(client.server.service.pipe).generate([Request(call=call, seed=1)])
+    assert torch.equal(ticket.result().images, right.result().images)
+    service.close(0)
 
 
 def test_a_port_that_is_taken(client, folder):

@@ -18,6 +18,7 @@ from ..core.errors import SpecError, prefix_path
 from ..core.ir.traced_module import TracedModule
 from ..core.torch_internals.tensors import without_duck_sizes
 from .forms import CallForms, FormState, ModelCall, join, split, use_modes
+from .offloading import load_for_call
 from .requests import list_strengths
 
 LOG = logging.getLogger("fxplug.serving")
@@ -200,6 +201,7 @@ class ModelCaller:
         model = call.model
         self.made[id(model)] += 1
         self.rows[id(model)] += len(mixtures)
+        load_for_call(model)
         function = self.compiled.get(id(model), model) if call.method == "__call__" else getattr(model, call.method)
         with torch.no_grad(), use_modes(call.modes), self._choose(model, mixtures), without_duck_sizes(bool(self.compiled)):
             return function(*args, **kwargs)

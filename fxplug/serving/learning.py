@@ -13,6 +13,7 @@ from ..core.errors import SpecError
 from ..pipelines.opening import call_parameters
 from .forms import CallForms, ModelCall
 from .model_state import State, find_change, list_state
+from .offloading import load_for_call
 from .parked import OwnDraws, copy_pipeline, use_caller
 from .requests import Request, copy_value
 
@@ -185,6 +186,7 @@ def _observe_run(
         look(model)
         note(model)
         calls.append(CallForms().describe(model, method, args, kwargs))
+        load_for_call(model)
         return getattr(model, method)(*args, **kwargs)
 
     call = {name: copy_value(value) for name, value in call.items()}

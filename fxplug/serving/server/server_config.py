@@ -140,6 +140,9 @@ class ServerConfig(Section):
     )
     dtype: Dtype | None = declare(None, "the dtype of the models; null: float32", "bfloat16")
     device: Text = declare("auto", "where the models are; `auto`: cuda where there is one", "cpu")
+    offload: bool = declare(
+        False, "whether models wait on the CPU while another one is called, for a GPU that cannot hold them all", True
+    )
     quantize: Literal["int8", "nf4"] | None = declare(None, "how the linear layers of the denoisers are quantised", "int8")
     call: dict[str, Any] = declare({}, "arguments of the pipeline that requests need not give", {"guidance_scale": 3.5})
     adapters: AdapterSettings = declare(AdapterSettings(**{}), "adapters in a folder", {"folder": "adapters/"})
@@ -177,6 +180,8 @@ def load_server_config(source: str | Path, set: Sequence[str] = ()) -> ServerCon
     is_file = str(source).endswith((".yaml", ".yml"))
     config, _, base = read_settings(ServerConfig, source if is_file else {"model": str(source)}, set)
     config._folder = base
+    if config.offload and config.quantize:
+        raise SpecError("quantised layers cannot wait on the CPU: leave out 'quantize' or 'offload'", path=("offload",))
     places: list[tuple[tuple[str, ...], str | None]] = [
         (("adapters", "folder"), config.adapters.folder), (("http", "keys"), config.http.keys)
     ]  # fmt: skip

@@ -25,6 +25,7 @@ from ...pipelines.rewriting import rewrite_pipeline
 from ..checks import find_scheduler
 from ..engine import Engine
 from ..learning import ReadOnlyCallback
+from ..offloading import ModelOffload
 from ..requests import Request
 from ..store import AdapterStore, Lease
 from ..tickets import QueueFull, Ticket
@@ -92,6 +93,9 @@ class Service:
         tasks = make_tasks(self.pipe, {name: config.base / folder for name, folder in config.controls.items()})
         self.pipes = {"": self.pipe, **tasks}
         self.store = _make_store(config, self.pipe)
+        if config.offload:
+            parts = (part for pipe in self.pipes.values() for part in get_components(pipe).values())
+            ModelOffload((part for part in parts if isinstance(part, torch.nn.Module)), _find_device(config))
         engine = config.engine
         self.engine = Engine(
             self.pipe, also=tasks, store=self.store, rows=engine.rows, queue=engine.queue, buckets=engine.buckets,
@@ -263,7 +267,7 @@ def open_served(config: ServerConfig) -> Any:
     Raises:
         SpecError: It cannot be opened, or has no such model.
     """
-    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cpu") if config.offload else _find_device(config)
     dtype = getattr(torch, config.dtype) if config.dtype else None
     path = config.base / config.model
     if ":" in config.model and not path.exists():
@@ -293,6 +297,10 @@ def open_served(config: ServerConfig) -> Any:
         sides = {"width": size[0], "height": size[1]} if size else {}
         pipe = rewrite_pipeline(pipe, passes, **_example_call(pipe, config, sides))
     return pipe
+
+
+def _find_device(config: ServerConfig) -> torch.device:
+    return torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _example_call(pipe: Any, config: ServerConfig, sides: Mapping[str, int]) -> dict[str, Any]:
