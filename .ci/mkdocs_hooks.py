@@ -29,7 +29,8 @@ SECTIONS: dict[str, list[Any]] = {
     "Write a method": [f"guides/{name}.md" for name in ("configurations", "passes", "extending", "tracing", "report")],
     "Come from": [f"guides/{name}.md" for name in ("coming-from", "hcp", "zhijian")],
     "Reference": [
-        "reference/verbs.md", "reference/keys.md", {"Passes": ["reference/passes.md", "reference/passes/**/*.md"]},
+        "reference/verbs.md", "reference/keys.md", "reference/server.md",
+        {"Passes": ["reference/passes.md", "reference/passes/**/*.md"]},
         {"Python": [f"reference/api/{name}.md" for name in API]}, "reference/errors.md", "reference/adapter_files.md",
         "skill.md",
     ],

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from pydantic import BaseModel
 
 from fxplug.__main__ import app
+from fxplug.config.schema import list_rows
 from fxplug.config.schema import make_page as keys
 from fxplug.core.spec.pass_file import list_shipped, open_pass
 from fxplug.core.spec.rules import NUMERICS
+from fxplug.serving.server.server_config import ServerConfig
 
 VERBS = """# Verbs of the command line
 
@@ -37,6 +40,11 @@ Numerics of a pass: {numerics}.
 |---|---|---|
 """
 
+SERVER = """# Keys of a server
+
+Written by `make pages`: the configuration of [`fxplug serve`](../guides/serve.md).
+"""
+
 
 def pages() -> dict[str, str]:
     """The text of each page by its name."""
@@ -45,7 +53,20 @@ def pages() -> dict[str, str]:
     files = {name: open_pass(name).source.data for name in list_shipped("passes")}
     rows = [f"| [{name}](passes/{name}.md) | {data['numerics']} | {cell(data['about'])} |" for name, data in files.items()]
     passes = PASSES.replace("{numerics}", "; ".join(f"*{word}*, {text}" for word, text in NUMERICS.items()))
-    return {"verbs.md": f"{VERBS}\n{verbs}", "passes.md": passes + "\n".join(rows) + "\n", "keys.md": keys()}
+    first = {"verbs.md": f"{VERBS}\n{verbs}", "passes.md": passes + "\n".join(rows) + "\n"}
+    return {**first, "keys.md": keys(), "server.md": server_keys()}
+
+
+def server_keys() -> str:
+    """The page of the keys of a server's configuration."""
+    made = ServerConfig.model_json_schema()
+    fields = {key: field.annotation for key, field in ServerConfig.model_fields.items()}
+    sections = {key: kind for key, kind in fields.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
+    whole = made["properties"] | {key: {"default": {}} for key in sections}  # their defaults are below
+    lines = list_rows(ServerConfig, "A server", whole)
+    for key, section in sections.items():
+        lines += list_rows(section, f"`{key}`", made["$defs"][section.__name__]["properties"])
+    return "\n".join([SERVER, *lines[1:]]) + "\n"
 
 
 def verb(path: str, command: Any, level: int = 2) -> Iterator[str]:

@@ -64,6 +64,7 @@ def list_headings() -> dict[type[BaseModel], str]:
     return found
 
 
+HEAD = ("", "| key | default | example | |", "|---|---|---|---|")
 SHAPES: Mapping[str, Any] = {
     "name": {"type": "string"},
     "lr": {"type": ["number", "null"], "minimum": 0},
@@ -171,14 +172,20 @@ def make_page() -> str:
         "[its own page](passes.md), and in `fxplug passes NAME`.",
     ]
     for section, title in list_headings().items():
-        lines += ["", f"## {title}", "", "| key | default | example | |", "|---|---|---|---|"]
-        for key, field in section.model_fields.items():
-            default = parts[section.__name__]["properties"][key].get("default", REQUIRED)
-            lines.append(_row(key, default, field.description or "", *field.examples or ()))
-    lines += ["", "## Settings of every pass", "", "| key | default | example | |", "|---|---|---|---|"]
+        lines += list_rows(section, title, parts[section.__name__]["properties"])
+    lines += ["", "## Settings of every pass", *HEAD]
     defaults = {"name": "its file's name", "train": True}
     lines += [_row(key, defaults.get(key), text, example) for key, (text, example) in SETTINGS.items()]
     return "\n".join(lines) + "\n"
+
+
+def list_rows(section: type[BaseModel], title: str, properties: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a section as lines of Markdown, below a heading; `properties` are those of its JSON Schema."""
+    rows = ["", f"## {title}", *HEAD]
+    for key, field in section.model_fields.items():
+        name = field.alias or key
+        rows.append(_row(name, properties[name].get("default", REQUIRED), field.description or "", *field.examples or ()))
+    return rows
 
 
 def _row(key: str, default: Any, text: str, example: Any) -> str:
