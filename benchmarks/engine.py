@@ -1,6 +1,6 @@
 """Many adapters behind few slots: the engine beside one adapter a batch and `set_adapters`; and what it compiles anew.
 
-python benchmarks/engine.py [calls] [peft] [recompiles] [memory] [--requests N] [--adapters N] [--steps N] [--json FILE]
+python benchmarks/engine.py [calls] [peft] [sizes] [recompiles] [memory] [--requests N] [--adapters N] [--steps N] [--json FILE]
 
 The garments of examples/fashion, 16 slots, 16 rows, guidance, four schedulers; requests arrive as a Poisson process and name
 adapters by Zipf's law (examples/fashion/traffic.py). Times are CPU times of this process.
@@ -8,6 +8,8 @@ adapters by Zipf's law (examples/fashion/traffic.py). Times are CPU times of thi
 calls        LoRA and LoHa of ranks 2, 4, 8: calls of the UNet and pictures a second, joint and with one mixture a batch
 peft         LoRA alone: diffusers' `load_lora_adapter` and `set_adapters`, 16 kept, one request after the other, beside the
              engine; and by how much the pictures differ
+sizes        pictures a second by the number of rows and of slots, all requests at once; and how long a picture takes, over
+             one alone, at shares of the rate that 16 rows and 16 slots can draw at
 recompiles   programs that `torch.compile` makes in so many calls of the UNet after a first load
 memory       memory of the process, tensors and threads after each hundred of a thousand requests of one or two steps, with a
              store that keeps 16 MiB
@@ -66,6 +68,34 @@ def measure_engine(kind: type[Engine], folder: Path, count: int, kinds: Sequence
     quantiles = {name: traffic.quantile(getattr(found, name), 0.5, 0.99) for name in ("waits", "wholes")}
     each = {"pictures_a_second": len(found.wholes) / found.seconds, "pictures": found.pictures}
     return {"calls": found.calls, "rows": found.rows, **each, **quantiles}
+
+
+def measure_sizes(folder: Path, count: int, requests: int) -> dict[str, Any]:
+    """Return pictures a second by rows and by slots, and the quantiles of a picture's time over one alone by load."""
+    found: dict[str, Any] = {"rows": {}, "slots": {}, "load": {}}
+    write_adapters(folder, traffic.load_pipeline().unet, count, kinds=["lora"], size=0.1)
+    names = sorted(file.stem for file in folder.glob("*.safetensors"))
+
+    def run(rows: int, slots: int, rate: float, number: int = requests) -> Any:
+        pipe = traffic.make_pipeline(slots)
+        with AdapterStore(folder, {"unet": pipe.unet}) as store:
+            engine = Engine(pipe, store=store, rows=rows, queue=10_000)
+            traffic.run_load(engine, traffic.draw_requests(24, 8.0, names[:4], seed=1))
+            return traffic.run_load(engine, traffic.draw_requests(number, rate, names))
+
+    for part, sizes in (("rows", [(n, SLOTS) for n in (2, 4, 8, 16, 32)]), ("slots", [(ROWS, n) for n in (4, 8, 16, 32)])):
+        for rows, slots in sizes:
+            made = run(rows, slots, 1e9)
+            each = {"pictures_a_second": requests / made.seconds, "calls": made.calls, "rows_a_call": made.rows / made.calls}
+            found[part][rows if part == "rows" else slots] = each
+            print(part, rows if part == "rows" else slots, each, flush=True)
+    most = found["rows"][ROWS]["pictures_a_second"]
+    alone = traffic.quantile(run(ROWS, SLOTS, 0.01, 16).wholes, 0.5)[0]
+    for share in (0.3, 0.5, 0.7, 0.9):
+        wholes = run(ROWS, SLOTS, share * most, 2 * requests).wholes
+        found["load"][share] = [value / alone for value in traffic.quantile(wholes, 0.5, 0.95)]
+        print("load", share, found["load"][share], flush=True)
+    return found
 
 
 def measure_peft(folder: Path, arrivals: Sequence[tuple[float, Request]]) -> dict[str, Any]:
@@ -158,7 +188,7 @@ def measure_memory(folder: Path, count: int, requests: int = 1000) -> list[dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=["calls", "peft", "recompiles", "memory", []], default=[])
+    parser.add_argument("what", nargs="*", choices=["calls", "peft", "sizes", "recompiles", "memory", []], default=[])
     for name, value in (("requests", 60), ("adapters", 1000), ("steps", 1000), ("rate", 4.0)):
         parser.add_argument(f"--{name}", type=type(value), default=value)
     parser.add_argument("--json", type=Path)
@@ -169,7 +199,9 @@ def main() -> None:
     names = [f"style{n:04}" for n in range(given.adapters)]
     arrivals = traffic.draw_requests(given.requests, given.rate, names)
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
+    with (
+        tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two, tempfile.TemporaryDirectory() as three
+    ):  # fmt: skip
         if not given.what or "calls" in given.what:
             for kind in (Engine, OneMixtureEngine):
                 found[kind.__name__] = measure_engine(kind, Path(one), given.adapters, traffic.KINDS, arrivals)
@@ -180,6 +212,8 @@ def main() -> None:
             one_way, other = found["lora"].pop("pictures"), found["set_adapters"].pop("pictures")
             found["difference"] = max(float((a - b).abs().max()) for a, b in zip(one_way, other, strict=True))
             print(f"pictures differ by {found['difference']:.1e}", flush=True)
+        if not given.what or "sizes" in given.what:
+            found["sizes"] = measure_sizes(Path(three), min(given.adapters, 100), given.requests)
         if not given.what or "recompiles" in given.what:
             found["recompiles"] = count_compiled(Path(one), traffic.make_pipeline(SLOTS), given.adapters, given.steps)
         if not given.what or "memory" in given.what:
