@@ -31,10 +31,10 @@ from .errors import RequestError, convert_spec_error
 from .jobs import ENDS, Jobs, PictureJob, encode_base64, follow
 from .keys import ApiKey, find_key
 from .metrics import KIND, Metrics, log_request
+from .orders import AcceptedOrder, OrderTaker
 from .page import read_page
 from .picture_files import READER
 from .pictures import MIMES, encode_picture, list_pictures
-from .service import AcceptedOrder, Service
 from .uploads import add_adapter_file, delete_adapter_file
 
 LOG = logging.getLogger("fxplug.serving")
@@ -47,10 +47,10 @@ Handler = Callable[["Server", Request, ApiKey], Awaitable[Response]]
 class Server:
     """The endpoints of a service."""
 
-    def __init__(self, service: Service, keys: list[ApiKey] | None) -> None:
+    def __init__(self, service: OrderTaker, keys: list[ApiKey] | None) -> None:
         self.service, self.keys, self.config = service, keys, service.config
         self.jobs = Jobs(self.config.jobs, self.config.base)
-        self.metrics = Metrics(service.engine, service.store)
+        self.metrics = Metrics(service)
         self.tasks: set[asyncio.Task[None]] = set()
 
     def make_application(self) -> Starlette:
@@ -371,8 +371,8 @@ class Server:
     # --- operators
 
     async def _get_health(self, request: Request) -> Response:
-        if fault := self.service.fault or self.service.engine.fault:
-            return JSONResponse({"status": "failed", "error": str(fault)[:400]}, 503)
+        if fault := self.service.find_fault():
+            return JSONResponse({"status": "failed", "error": fault[:400]}, 503)
         return JSONResponse({"status": "ok"})
 
     async def _get_ready(self, request: Request) -> Response:

@@ -17,9 +17,9 @@ from ...pipelines.opening import call_parameters
 from .bodies import PictureOrder, make_order
 from .errors import RequestError, convert_spec_error
 from .keys import ApiKey
+from .orders import OrderTaker
 from .picture_files import READER, decode_picture
 from .server_config import Size, parse_size
-from .service import Service
 from .tasks import CONTROL, IMAGE, INPAINT, find_picture_argument
 
 PICTURES = ("image", "image[]", "mask")
@@ -28,7 +28,7 @@ OBJECTS = ("call", "adapters", "regions")
 FIELDS = 40  # of a form
 
 
-async def read_edit(raw: bytes, headers: Headers, service: Service, key: ApiKey) -> PictureOrder:
+async def read_edit(raw: bytes, headers: Headers, service: OrderTaker, key: ApiKey) -> PictureOrder:
     """Read a multipart body: `image`, `mask` and `control` beside the fields of other requests.
 
     Args:
@@ -82,7 +82,7 @@ async def _read_files(form: FormData) -> dict[str, bytes]:
     return found
 
 
-def _make_edit(form: FormData, service: Service, key: ApiKey, files: Mapping[str, bytes]) -> PictureOrder:
+def _make_edit(form: FormData, service: OrderTaker, key: ApiKey, files: Mapping[str, bytes]) -> PictureOrder:
     given = _read_fields(form)
     control, strength = given.pop("control", None), given.pop("strength", None)
     task = _choose_task(control, "mask" in files, service)
@@ -137,7 +137,7 @@ def _read_fields(form: FormData) -> dict[str, Any]:
     return given
 
 
-def _choose_task(control: Any, has_mask: bool, service: Service) -> str:
+def _choose_task(control: Any, has_mask: bool, service: OrderTaker) -> str:
     if control is not None:
         known = [name.removeprefix(CONTROL) for name in service.pipes if name.startswith(CONTROL)]
         if control not in known:

@@ -19,8 +19,8 @@ from ...core.reading import read_json
 from ...core.writing import write_text
 from .errors import RequestError
 from .keys import ApiKey
+from .orders import AcceptedOrder
 from .server_config import JobSettings
-from .service import AcceptedOrder
 
 LOG = logging.getLogger("fxplug.serving")
 ENDS = ("done", "failed", "cancelled")

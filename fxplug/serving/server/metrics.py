@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..engine import Engine
-from ..store import AdapterStore
+from .orders import OrderTaker
 
 LOG = logging.getLogger("fxplug.serving.requests")
 SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300)
@@ -20,35 +19,43 @@ KIND = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class EngineCollector(Collector):
-    """What is read from an engine and a store whenever somebody asks."""
+    """What is read from engines and a folder of adapters whenever somebody asks."""
 
-    def __init__(self, engine: Engine, store: AdapterStore | None) -> None:
-        self.engine, self.store = engine, store
+    def __init__(self, service: OrderTaker) -> None:
+        self.service = service
 
     def collect(self) -> Iterator[Metric]:
         """Yield the values of now."""
-        calls, rows = self.engine.count_denoiser_calls()
+        calls, rows = self.service.count_denoiser_calls()
         yield CounterMetricFamily("fxplug_calls", "Calls of denoisers, joint ones and others", value=calls)
         yield CounterMetricFamily("fxplug_rows", "Samples in these calls", value=rows)
-        queued, running = self.engine.count_requests()
+        queued, running = self.service.count_requests()
         yield GaugeMetricFamily("fxplug_running", "Requests taken in and not finished", value=running)
         yield GaugeMetricFamily("fxplug_queue", "Requests that wait to be taken in", value=queued)
         adapters = GaugeMetricFamily("fxplug_adapters", "Adapters of the folder", labels=["state"])
-        infos = self.store.list() if self.store is not None else []
+        infos = self.service.store.list() if self.service.store is not None else []
         states = {"slot": 0, "folder": 0, "broken": 0}
         for info in infos:
             states["broken" if info.error else "slot" if info.in_slot else "folder"] += 1
         for state, count in states.items():
             adapters.add_metric([state], count)
         yield adapters
+        yield GaugeMetricFamily("fxplug_replicas", "Engines that make pictures", value=self.service.count_replicas())
+        routed = CounterMetricFamily(
+            "fxplug_routed", "Orders by whether their replica held all of their adapters: in slots, in host memory, or not",
+            labels=["held"],
+        )  # fmt: skip
+        for held, number in self.service.routed.items():
+            routed.add_metric([held], number)
+        yield routed
 
 
 class Metrics:
     """The counters of a server."""
 
-    def __init__(self, engine: Engine, store: AdapterStore | None) -> None:
+    def __init__(self, service: OrderTaker) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(engine, store))
+        self.registry.register(EngineCollector(service))
         make: Any = {"registry": self.registry}
         self.requests = Counter("fxplug_requests", "Requests by how they ended", ["outcome"], **make)
         self.waiting = Histogram("fxplug_waiting_seconds", "Seconds until a request was taken in", buckets=SECONDS, **make)

@@ -7,13 +7,12 @@ import logging
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import uvicorn
 
-from ...core.errors import FxplugError, SpecError
+from ...core.errors import SpecError
 from .application import Server
 from .keys import ApiKey, read_keys
 from .server_config import HttpSettings, ServerConfig
@@ -124,10 +123,9 @@ async def serve(server: Server, port: socket.socket, stop: asyncio.Event) -> int
     http = QuietServer(settings)
     running = asyncio.ensure_future(http.serve(sockets=[port]))
     LOG.info("listening on http://%s:%d", *port.getsockname()[:2])
-    service.engine.start()
-    threading.Thread(target=_warm, args=(service,), name="fxplug warm-up", daemon=True).start()
+    service.start()
     while not stop.is_set() and not running.done():
-        if service.fault or service.engine.fault:
+        if service.find_fault():
             break
         with suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), LOOK)
@@ -136,15 +134,4 @@ async def serve(server: Server, port: socket.socket, stop: asyncio.Event) -> int
     await server.finish()
     http.should_exit = True
     await running
-    return 1 if service.fault or service.engine.fault else 0
-
-
-def _warm(service: Service) -> None:
-    try:
-        service.warm()
-        LOG.info("ready")
-    except Exception as error:  # of the pipeline
-        if not service.draining:
-            kind = "" if isinstance(error, FxplugError) else f"{type(error).__name__}: "
-            service.fault = f"the warm-up failed: {kind}{error}"
-            LOG.error("%s", service.fault)
+    return 1 if service.find_fault() else 0

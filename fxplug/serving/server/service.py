@@ -6,14 +6,12 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
-from safetensors import safe_open
 from torch import Tensor
 
 from ...core.errors import FxplugError, SpecError, did_you_mean, quote
@@ -28,10 +26,9 @@ from ..learning import ReadOnlyCallback
 from ..offloading import ModelOffload
 from ..requests import Request
 from ..store import AdapterStore, Lease
-from ..tickets import QueueFull, Ticket
+from ..tickets import Ticket
 from .bodies import PictureOrder
-from .errors import RequestError
-from .keys import ApiKey
+from .orders import OrderTaker, PreviewShown
 from .pictures import Preview, list_pictures
 from .server_config import ServerConfig, Size, parse_size
 from .tasks import make_tasks
@@ -39,42 +36,13 @@ from .tasks import make_tasks
 LOG = logging.getLogger("fxplug.serving")
 STEPS = 4  # of a call that warms up
 WORDS = ("", ", seen from above")  # of two calls that are made at once, which prove something only where they differ
-TRIGGERS = ("modelspec.trigger_phrase", "trigger_words", "trigger_word")
-LONGEST_WORDS = 1_000
 PATIENCE = 600.0  # seconds for adapters that are kept
 
-PreviewShown = Callable[[int, Image.Image], None]
 
+class Service(OrderTaker):
+    """A pipeline behind an engine, with the adapters of a folder."""
 
-@dataclass(eq=False)
-class AcceptedOrder:
-    """An order that the engine has accepted: a ticket for each picture, whose it is, and when it came."""
-
-    order: PictureOrder
-    tickets: list[Ticket]
-    key: ApiKey
-    created: float = field(default_factory=time.time)
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """The steps of all pictures that are made, and how many there are."""
-        return sum(ticket.step for ticket in self.tickets), sum(ticket.of for ticket in self.tickets)
-
-    def cancel(self) -> None:
-        """Cancel what has not ended."""
-        for ticket in self.tickets:
-            ticket.cancel()
-
-    def has_ended(self) -> bool:
-        """Return whether all pictures have ended."""
-        return all(ticket.has_ended() for ticket in self.tickets)
-
-
-class Service:
-    """A pipeline behind an engine, with the adapters of a folder.
-
-    `ready` is set once the warm-up is done, and `fault` says why it failed.
-    """
+    store: AdapterStore | None
 
     def __init__(self, config: ServerConfig) -> None:
         """Open the pipeline, and give its models slots.
@@ -86,7 +54,7 @@ class Service:
             SpecError: For a pipeline, model, adapter or scheduler that is not there.
             ArtifactError: For a folder of adapters that cannot be read.
         """
-        self.config = config
+        super().__init__(config)
         self.pipe = open_served(config)
         for name in config.engine.schedulers:
             find_scheduler(name, self.pipe)
@@ -101,63 +69,22 @@ class Service:
             self.pipe, also=tasks, store=self.store, rows=engine.rows, queue=engine.queue, buckets=engine.buckets,
             compile=engine.compile,
         )  # fmt: skip
-        self.ready = threading.Event()
-        self.fault = ""
         self.previews: dict[Size | None, Preview] = {}
-        self.draining = False
         self._kept: Lease | None = None
-        self._lock = threading.Lock()
-        self._open: list[AcceptedOrder] = []
-        self.mean_s = 1.0  # of requests that ended lately
-
-    def adapter_names(self) -> list[str]:
-        """Return the names of the adapters that can be used."""
-        return [info.name for info in self.store.list() if not info.error] if self.store else []
 
     # --- orders
 
-    def submit(self, order: PictureOrder, key: ApiKey, keys: int = 1, show: PreviewShown | None = None) -> AcceptedOrder:
-        """Accept an order: all of its pictures, or none.
-
-        Args:
-            order: The order.
-            key: That of the client.
-            keys: How many keys there are, which share the queue.
-            show: What is called with the number and the picture of each preview, in the engine's thread.
-
-        Returns:
-            What is accepted.
-
-        Raises:
-            RequestError: 429 where the queue, or the share of this key, is full; 503 once the server ends.
-            SpecError: As `Engine.submit`.
-        """
-        if self.draining:
-            raise RequestError("the server is being shut down", 503, code="shutting_down", retry=10)
+    def _take(self, order: PictureOrder, show: PreviewShown | None) -> list[Ticket]:
         requests = [self._with_previews(one, order, show) for one in order.requests] if show is not None else order.requests
         tickets: list[Ticket] = []
-        with self._lock:
-            self._open = [one for one in self._open if not one.has_ended()]
-            waiting = sum(t.state in ("queued", "waiting") for one in self._open if one.key is key for t in one.tickets)
-            share = max(order_size := len(requests), self.config.engine.queue // keys)
-            if waiting + order_size > share:
-                raise self._full(f"{waiting} pictures of this key wait already, and its share of the queue is {share}")
-            try:
-                for request in requests:
-                    tickets.append(self.engine.submit(request))
-            except BaseException as error:  # all or none, an interrupt, too
-                for ticket in tickets:
-                    ticket.cancel()
-                if isinstance(error, QueueFull):
-                    raise self._full(str(error)) from None
-                raise
-            accepted = AcceptedOrder(order, tickets, key)
-            self._open.append(accepted)
-        return accepted
-
-    def _full(self, text: str) -> RequestError:
-        waiting = max(1, len(self._open) // max(1, self.config.engine.rows))
-        return RequestError(text, 429, code="queue_full", retry=max(1, min(60, round(self.mean_s * waiting))))
+        try:
+            for request in requests:
+                tickets.append(self.engine.submit(request))
+        except BaseException:  # all or none, an interrupt, too
+            for ticket in tickets:
+                ticket.cancel()
+            raise
+        return tickets
 
     def _with_previews(self, request: Request, order: PictureOrder, show: PreviewShown) -> Request:
         """Add to a request what draws its previews, where the pipeline tells its latents at each step."""
@@ -181,6 +108,21 @@ class Service:
         return request.model_copy(update={"call": {**request.call, "callback_on_step_end": ReadOnlyCallback(draw)}})
 
     # --- the warm-up
+
+    def start(self) -> None:
+        """Start the engine's thread, and beside it the warm-up."""
+        self.engine.start()
+        threading.Thread(target=self._try_to_warm, name="fxplug warm-up", daemon=True).start()
+
+    def _try_to_warm(self) -> None:
+        try:
+            self.warm()
+            LOG.info("ready")
+        except Exception as error:  # of the pipeline
+            if not self.draining:
+                kind = "" if isinstance(error, FxplugError) else f"{type(error).__name__}: "
+                self.fault = f"the warm-up failed: {kind}{error}"
+                LOG.error("%s", self.fault)
 
     def warm(self) -> None:
         """Make a picture alone and two at once in each size, so that later requests wait for no learning and no compiler.
@@ -233,17 +175,23 @@ class Service:
         self.warm()
         return list(self.engine.forms.list_forms(self.engine.models))
 
-    def read_trigger_words(self, name: str) -> str:
-        """Read the trigger words in the metadata of an adapter's file; "" where it has none."""
-        if self.store is None:
-            return ""
-        path = self.store.get_path(name)
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        for file in files[:1]:
-            with safe_open(file, "pt") as opened:
-                metadata = opened.metadata() or {}
-            return next((metadata[key][:LONGEST_WORDS] for key in TRIGGERS if metadata.get(key)), "")
-        return ""
+    # --- what operators ask for
+
+    def find_fault(self) -> str:
+        """Return why the warm-up failed, or by what the engine's thread has ended; "" where all is well."""
+        return self.fault or (str(self.engine.fault) if self.engine.fault is not None else "")
+
+    def count_replicas(self) -> int:
+        """Count the engines: one."""
+        return 1
+
+    def count_requests(self) -> tuple[int, int]:
+        """Count the requests of the engine."""
+        return self.engine.count_requests()
+
+    def count_denoiser_calls(self) -> tuple[int, int]:
+        """Count the calls of the engine."""
+        return self.engine.count_denoiser_calls()
 
     def close(self, seconds: float) -> None:
         """End: finish what is accepted, within some seconds, and cancel the rest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 
@@ -9,8 +10,8 @@ from starlette.requests import Request
 
 from ...core.errors import FxplugError, SpecError, quote
 from ...core.writing import replace_file
-from ..store import AdapterStore
 from .errors import RequestError, convert_spec_error
+from .orders import AdapterFolder
 
 LAST = ".safetensors"
 CHUNK = 1 << 20
@@ -35,7 +36,7 @@ def check_file_name(name: str) -> str:
     return name
 
 
-async def add_adapter_file(request: Request, store: AdapterStore, limit: int) -> str:
+async def add_adapter_file(request: Request, store: AdapterFolder, limit: int) -> str:
     """Put the adapter of a multipart body into the folder of a store, if it fits the models.
 
     Args:
@@ -68,15 +69,15 @@ async def add_adapter_file(request: Request, store: AdapterStore, limit: int) ->
         except (FxplugError, OSError) as error:
             raise RequestError(f"the adapter cannot be written: {error}", 503, code="no_space", retry=60) from None
     try:
-        store.check({name: 1.0})
+        await asyncio.to_thread(store.check, {name: 1.0})
     except SpecError as error:
         target.unlink(missing_ok=True)
-        store.refresh()
+        await asyncio.to_thread(store.refresh)
         raise convert_spec_error(error) from None
     return name
 
 
-def delete_adapter_file(store: AdapterStore, name: str) -> None:
+def delete_adapter_file(store: AdapterFolder, name: str) -> None:
     """Delete the file or folder of an adapter; requests that use it go on.
 
     Args:
