@@ -43,6 +43,7 @@ LIBRARIES = {
     "uvicorn": Library("HTTP", "uvicorn", extra="serve"),
     "prometheus-client": Library("the counters of a server", "prometheus_client", extra="serve"),
     "python-multipart": Library("uploads to a server", "python_multipart", extra="serve"),
+    "ray": Library("a server on several machines", "ray", extra="ray"),
     "onnxruntime": Library("running ONNX files", "onnxruntime", extra="onnx"),
 }
 

@@ -335,6 +335,12 @@ class AdapterStore:
         return True
 
     @property
+    def held(self) -> frozenset[str]:
+        """Names of the adapters in slots or host memory."""
+        with self._lock:
+            return frozenset({*self._in_slots, *self._ready})
+
+    @property
     def used_bytes(self) -> int:
         """Number of bytes that the adapters in host memory have."""
         return sum(ready.bytes for _, parts in self._ready.values() for ready in parts.values())

@@ -15,6 +15,7 @@ import uvicorn
 from ...core.errors import SpecError
 from .application import Server
 from .keys import ApiKey, read_keys
+from .replicas import ReplicaSet
 from .server_config import HttpSettings, ServerConfig
 from .service import Service
 
@@ -56,11 +57,12 @@ def show_log() -> None:
     LOG.propagate = False
 
 
-def run_server(config: ServerConfig) -> int:
+def run_server(config: ServerConfig, ray: bool = False) -> int:
     """Serve until SIGTERM or SIGINT; what is accepted by then is finished, as far as `http.drain_s` allows.
 
     Args:
         config: The configuration.
+        ray: Whether replicas of Ray make the pictures; else this process does.
 
     Returns:
         The exit code: 0, or 1 where the engine or the warm-up has failed.
@@ -79,7 +81,7 @@ def run_server(config: ServerConfig) -> int:
         return await serve(server, port, stop)
 
     try:
-        server = Server(Service(config), keys)
+        server = Server(ReplicaSet(config) if ray else Service(config), keys)
         return asyncio.run(run())
     finally:
         port.close()

@@ -122,6 +122,16 @@ class WarmSettings(Section):
         return sizes
 
 
+class RaySettings(Section):
+    """The replicas of `--ray`, each with the pipeline and an engine of its own."""
+
+    replicas: int = declare(2, "how many there are", 4, ge=1)
+    gpus: float | None = declare(
+        None, "GPUs of each; null: 1, or 0 where `device` is cpu or the cluster has none at the start", 1.0, ge=0
+    )
+    cpus: float = declare(1.0, "CPU cores that Ray keeps for each", 4.0, ge=0)
+
+
 def _read_passes(value: Any, info: ValidationInfo) -> dict[str, list[Pass]]:
     base = info.context["base"] if info.context else Path.cwd()
     if not isinstance(value, dict):
@@ -152,6 +162,7 @@ class ServerConfig(Section):
     http: HttpSettings = declare(HttpSettings(), "the address, and who may use it", {"port": 8080})
     jobs: JobSettings = declare(JobSettings(), "jobs", {"keep_s": 600})
     warm: WarmSettings = declare(WarmSettings(), "the calls at the start", {"sizes": ["512x512"]})
+    ray: RaySettings = declare(RaySettings(**{}), "replicas on several machines", {"replicas": 4})
     passes: Annotated[dict[str, list[Pass]], PlainValidator(_read_passes)] = declare(
         {}, "further passes by model", {"unet": [{"freeu": {}}]}
     )

@@ -19,6 +19,7 @@ def serve(
     check: Annotated[
         bool, typer.Option("--check", help="Make a picture alone and two jointly, print the forms of calls, and end.")
     ] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Serve by replicas on the machines of a Ray cluster.")] = False,
     set: Set = None,
     debug: Debug = False,
 ) -> None:
@@ -32,7 +33,7 @@ def serve(
     from .running import check_server, run_server
 
     if not check:
-        raise typer.Exit(run_server(found))
+        raise typer.Exit(run_server(found, ray))
     with show_progress("making pictures"):
         rows = check_server(found)
     width = max((len(name) for name, _, _ in rows), default=0)
