@@ -488,7 +488,7 @@ def test_previews_are_learnt_from_one_picture():
 @pytest.mark.slow
 def test_a_server_that_ends(folder, tmp_path):
     """SIGTERM finishes what is accepted, and gives 0; a job that was killed is told that it has failed."""
-    port = _free_port()
+    port = free_port()
     here = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-m", "fxplug", "serve", "serve.yaml", "--port", str(port), "--set", "jobs.dir=jobs"]
     process = subprocess.Popen(command, cwd=folder, env=here, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -517,7 +517,7 @@ def test_a_server_that_ends(folder, tmp_path):
         assert found.state == state and (state == "done" or found.error["message"] == RESTARTED)
 
 
-def _free_port():
+def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]

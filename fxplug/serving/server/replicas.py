@@ -29,8 +29,8 @@ LOG = logging.getLogger("fxplug.serving")
 LOOK = 0.5  # seconds between two looks at a replica
 POLL = 0.1  # seconds between two looks at what is cancelled or late
 DEAF = 60.0  # seconds after which a replica that does not answer is given up
-TRIES = 3  # replicas in a row that end by one order, or before they are ready
-LONGEST = 60.0  # seconds between two tries
+TRIES = 3  # replicas that end by one order, or at the start before any is ready
+LONGEST = 15.0  # seconds between two tries
 
 
 class RemoteReplica:
@@ -40,7 +40,7 @@ class RemoteReplica:
         self.actor, self.opening = actor, actor.open.remote()
         self.state = ReplicaState("", (0, 0), (0, 0), [], frozenset(), frozenset())
         self.sent: dict[str, tuple[int, frozenset[str]]] = {}  # pictures and adapters of orders that are not answered
-        self.lost = asyncio.Event()
+        self.lost = ""  # why it is given up
 
     @property
     def load(self) -> int:
@@ -158,7 +158,8 @@ class ReplicaSet(OrderTaker):
         while left:
             done, left = ray.wait(left, timeout=10)
             if not done:
-                LOG.info("waiting for a replica: Ray has %s free", ray.available_resources())
+                free = {key: ray.available_resources().get(key, 0) for key in ("CPU", "GPU")}
+                LOG.info("a replica opens the pipeline, or waits for a node: Ray has %(CPU)g CPUs and %(GPU)g GPUs free", free)
             for each in done:
                 try:
                     opened: OpenedReplica = ray.get(each)
@@ -196,35 +197,27 @@ class ReplicaSet(OrderTaker):
                 self.ready.set()
                 LOG.info("ready: %d of %d replicas", len(self.alive), self.config.ray.replicas)
                 failures = 0
-                while not one.lost.is_set() and not one.state.fault:
+                while not one.lost and not one.state.fault:
                     await asyncio.sleep(LOOK)
                     await self._look(one)
-                why = one.state.fault or "it was lost while it drew"
+                self._lose(one, one.state.fault)
             except Exception as error:  # of Ray, or of the pipeline while it opens or warms up
-                cause = error.cause if isinstance(error, RayTaskError) else error
-                kind = "" if isinstance(cause, FxplugError) else f"{type(cause).__name__}: "
-                why = f"{kind}{get_first_line(cause)}"
                 failures += 1
-                never = isinstance(error, RayTaskError) and not self._was_ready
-                if not self.alive and (never or failures >= TRIES):
-                    self.fault = f"no replica can be started: {why}"
+                self._lose(one, _describe(error))
+                if not self.alive and not self._past and (isinstance(error, RayTaskError) or failures == TRIES):
+                    self.fault = f"no replica can be started: {one.lost}"
                     LOG.error("%s", self.fault)
                     return
-            self._lose(one)
-            LOG.warning("a replica has ended, and Ray starts another: %s", why)
-            await asyncio.sleep(min(LONGEST, 2.0**failures - 1))
+            LOG.warning("a replica has ended, and Ray starts another: %s", one.lost)
+            await asyncio.sleep(min(LONGEST, 2.0**failures - 1))  # Ray sees late that a node is gone
             one = self._make()
-
-    @property
-    def _was_ready(self) -> bool:
-        return bool(self.alive) or bool(self._past)
 
     async def _look(self, one: RemoteReplica) -> None:
         one.state = await asyncio.wait_for(one.actor.look.remote(), DEAF)
         if self.store is not None:
             self.store.note(one.state)
 
-    def _lose(self, one: RemoteReplica) -> None:
+    def _lose(self, one: RemoteReplica, why: str) -> None:
         """Give a replica up: whoever waits for it goes to another."""
         import ray
 
@@ -234,7 +227,7 @@ class ReplicaSet(OrderTaker):
         if not self.alive:
             self.ready.clear()
         self._made.discard(one)
-        one.lost.set()
+        one.lost = one.lost or why
         ray.kill(one.actor)
 
     # --- orders
@@ -275,8 +268,7 @@ class ReplicaSet(OrderTaker):
                         raise error.cause from None
                     await asyncio.sleep(POLL)
                 except (RayError, TimeoutError) as error:
-                    LOG.warning("a replica was lost while it drew: %s", get_first_line(error))
-                    self._lose(one)
+                    self._lose(one, _describe(error))
                     lost += 1
                     if lost == TRIES:
                         finding = f"{lost} replicas ended while they drew this: it is not sent to another"
@@ -289,7 +281,11 @@ class ReplicaSet(OrderTaker):
         """Choose a replica: of those that have not much more to do than another the one that holds most adapters."""
         least = min((one.load for one in self.alive), default=0)
         near = [one for one in self.alive if one.load < least + self.config.engine.rows]
-        return min(near, key=lambda one: (-len(names & one.held), one.load, len(one.held)), default=None)
+
+        def get_cost(one: RemoteReplica) -> tuple[int, ...]:
+            return -len(names & one.held), -len(names & one.state.in_slots), one.load, len(one.held)
+
+        return min(near, key=get_cost, default=None)
 
     async def _follow(
         self,
@@ -315,9 +311,9 @@ class ReplicaSet(OrderTaker):
                         if ticket.cancels or (ticket.has_ended() and at not in told):
                             told.add(at)
                             one.actor.cancel.remote(name, at)
-                    if one.lost.is_set():
+                    if one.lost:
                         step.cancel()
-                        raise TimeoutError("it does not answer")
+                        raise TimeoutError(one.lost)
                 if (items := step.result()) is None:
                     return
                 for item in items:
@@ -379,6 +375,12 @@ class ReplicaSet(OrderTaker):
             ray.kill(one.actor)
         if self._owns:
             ray.shutdown()
+
+
+def _describe(error: BaseException) -> str:
+    """Describe an error of Ray's, or the one that was raised in a replica."""
+    cause = getattr(error, "cause", None) or error
+    return get_first_line(cause) if isinstance(cause, FxplugError) else f"{type(cause).__name__}: {get_first_line(cause)}"
 
 
 async def _get_next(stream: Any) -> list[Any] | None:
