@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -13,11 +15,19 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from test_server import ASK, Client, free_port, write_folder
 
+from fxplug.config.cli.verbs import message
+from fxplug.serving.parked import Cancelled
 from fxplug.serving.server.application import Server
+from fxplug.serving.server.bodies import read_order
+from fxplug.serving.server.keys import ANYBODY
+from fxplug.serving.server.replica import PreviewMade, Replica, TicketMoved
+from fxplug.serving.server.replicas import ReplicaSet
+from fxplug.serving.server.running import run_server
 from fxplug.serving.server.server_config import load_server_config
 from fxplug.serving.server.service import Service
 
@@ -63,6 +73,70 @@ MORTAL = """
 """
 
 
+# --- without Ray
+
+
+def test_without_ray(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        run_server(load_server_config(folder / "serve.yaml"), ray=True)
+    assert message(caught.value) == "this needs ray, which is not installed: pip install 'fxplug[ray]'\n"
+
+
+@pytest.mark.parametrize(
+    ("held", "loads", "names", "chosen"),
+    [
+        (["", "ab"], [0, 0], "a", 1),  # who holds it
+        (["a", "ab"], [0, 3], "ab", 1),  # most of a mixture
+        (["a", "ab"], [0, 4], "ab", 0),  # unless it has a joint call's rows more to do
+        (["ab", ""], [0, 0], "c", 1),  # of equal ones who holds less
+        (["", "b"], [2, 1], "", 1),  # who has less to do
+        ([], [], "a", None),
+    ],
+)
+def test_the_choice_of_a_replica(held, loads, names, chosen):
+    made = ReplicaSet.__new__(ReplicaSet)
+    made.config = SimpleNamespace(engine=SimpleNamespace(rows=4))
+    state = SimpleNamespace(in_slots=frozenset())
+    made.alive = [SimpleNamespace(held=frozenset(h), load=n, state=state) for h, n in zip(held, loads, strict=True)]
+    assert made._choose(frozenset(names)) is (None if chosen is None else made.alive[chosen])
+
+
+@pytest.mark.slow
+def test_a_replica_draws_orders(folder):
+    """Its items are plain values that can be sent; what was cancelled, or cannot be drawn, is told in the same way."""
+
+    async def ask(replica, body, cancel=False):
+        config, opened = replica.config, replica.outline
+        order = read_order(json.dumps(ASK | body).encode(), config, opened.pipes[""], ["ink"], ANYBODY)
+        found = []
+        async for items in replica.draw("1", order, frozenset(order.requests[0].adapters)):
+            found += pickle.loads(pickle.dumps(items))
+            if cancel:
+                await replica.cancel("1", 0)
+        return found
+
+    async def run():
+        replica = Replica(load_server_config(folder / "serve.yaml", SET))
+        replica.outline = pickle.loads(pickle.dumps(await replica.open()))
+        try:
+            stream = {"stream": True, "partial_images": 2, "adapters": {"ink": 1}}
+            drawn = [await ask(replica, body) for body in (stream, stream, {"n": 2}, {"call": {"clip_skip": 9}})]
+            states = [await replica.look(), await replica.look(1)]
+            return drawn, await ask(replica, LONG, cancel=True), states
+        finally:
+            replica.service.close(0)
+
+    (first, second, two, wrong), cancelled, states = asyncio.run(run())
+    assert first[0].held == "not" and second[0].held == "in slots"
+    assert [item.number for item in first if isinstance(item, PreviewMade)] == [0, 1]
+    assert first[-1].pictures[0][0].tobytes() == second[-1].pictures[0][0].tobytes()
+    assert sorted(item.at for item in two if isinstance(item, TicketMoved) and item.pictures) == [0, 1]
+    assert isinstance(wrong[-1].error, Exception) and not wrong[-1].denoises and "clip" in str(wrong[-1].error.__notes__)
+    assert isinstance(cancelled[-1].error, Cancelled) and cancelled[-1].step < 100
+    assert len(states[0].infos) == 24 and states[1].infos is None and states[1].in_slots == {"ink"}
+
+
 # --- with Ray, slow
 
 
@@ -88,8 +162,6 @@ def cluster():
 @pytest.fixture(scope="module")
 def pair(cluster, folder):
     """A server with two replicas, and one with an engine of its own."""
-    from fxplug.serving.server.replicas import ReplicaSet
-
     config = load_server_config(folder / "serve.yaml", SET)
     made = [Client(Server(kind(config), None)) for kind in (ReplicaSet, Service)]
     wait_for(lambda: made[1].send("/ready").status == 200)
@@ -233,8 +305,6 @@ def test_a_node_that_dies_loses_no_request(pair, cluster):
 @pytest.mark.slow
 def test_replicas_that_end_by_themselves(cluster, folder):
     """One that ends while it warms up is started again; an order that ends each is given up; a warm-up that fails is told."""
-    from fxplug.serving.server.replicas import ReplicaSet
-
     changes = [*SET, "model=mortal:make", "ray.replicas=1", "ray.cpus=0", "controls={}"]
     config = load_server_config(folder / "serve.yaml", changes)
     (folder / "die").touch()

@@ -38,12 +38,13 @@ class OpenedReplica:
 class ReplicaState:
     """How a replica is.
 
-    `infos` are None while they are as the server was told before; `held` are the adapters in slots or host memory.
+    `infos` are None where the server knows this version of them; `held` are the adapters in slots or host memory.
     """
 
     fault: str
     requests: tuple[int, int]
     calls: tuple[int, int]
+    version: int
     infos: list[AdapterInfo] | None
     in_slots: frozenset[str]
     held: frozenset[str]
@@ -83,7 +84,7 @@ class Replica:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.orders: dict[str, AcceptedOrder] = {}
-        self.told: list[AdapterInfo] | None = None
+        self.version, self.infos = 0, list[AdapterInfo]()
 
     async def open(self) -> OpenedReplica:
         """Open the pipeline. Raises FxplugError where it cannot be."""
@@ -97,18 +98,27 @@ class Replica:
         """Warm up. Raises whatever the pipeline raises."""
         await asyncio.to_thread(self.service.warm)
 
-    async def look(self, refresh: bool = False) -> ReplicaState:
-        """Return how it is; `refresh` looks at the folder of adapters first."""
+    async def look(self, known: int = -1, refresh: bool = False) -> ReplicaState:
+        """Return how it is.
+
+        Args:
+            known: The version of `infos` that the server knows.
+            refresh: Whether to look at the folder of adapters first.
+
+        Returns:
+            The state.
+        """
         service, engine, store = self.service, self.service.engine, self.service.store
         if store is not None and refresh:
             await asyncio.to_thread(store.refresh)
-            self.told = None
         infos = store.list() if store is not None else []
         plain = [replace(info, in_slot=False) for info in infos]
-        told, self.told = self.told, plain
+        if plain != self.infos:
+            self.version, self.infos = self.version + 1, plain
         return ReplicaState(
-            service.find_fault(), engine.count_requests(), engine.count_denoiser_calls(), None if plain == told else plain,
-            frozenset(info.name for info in infos if info.in_slot), store.held if store is not None else frozenset(),
+            service.find_fault(), engine.count_requests(), engine.count_denoiser_calls(), self.version,
+            None if known == self.version else plain, frozenset(info.name for info in infos if info.in_slot),
+            store.held if store is not None else frozenset(),
         )  # fmt: skip
 
     async def draw(self, name: str, order: PictureOrder, names: frozenset[str]) -> AsyncIterator[list[Any]]:

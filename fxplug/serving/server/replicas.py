@@ -38,7 +38,7 @@ class RemoteReplica:
 
     def __init__(self, actor: Any) -> None:
         self.actor, self.opening = actor, actor.open.remote()
-        self.state = ReplicaState("", (0, 0), (0, 0), [], frozenset(), frozenset())
+        self.state = ReplicaState("", (0, 0), (0, 0), 0, None, frozenset(), frozenset())
         self.sent: dict[str, tuple[int, frozenset[str]]] = {}  # pictures and adapters of orders that are not answered
         self.lost = ""  # why it is given up
 
@@ -83,7 +83,7 @@ class RemoteFolder:
         import ray
 
         try:
-            for state in ray.get([one.actor.look.remote(True) for one in [*self._replicas]], timeout=DEAF):
+            for state in ray.get([one.actor.look.remote(refresh=True) for one in [*self._replicas]], timeout=DEAF):
                 self.note(state)
         except ray.exceptions.RayError as error:
             raise FxplugError(f"a replica could not look at the adapters: {get_first_line(error)}") from None
@@ -179,9 +179,15 @@ class ReplicaSet(OrderTaker):
             self._keep(self._supervise(one))
 
     def _keep(self, work: Any) -> None:
+        def end(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:  # Ray itself has ended
+                self.fault = self.fault or _describe(error)
+                LOG.error("%s", self.fault)
+
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(end)
 
     async def _supervise(self, one: RemoteReplica) -> None:
         """Keep a replica running: this one, and those after it."""
@@ -213,7 +219,10 @@ class ReplicaSet(OrderTaker):
             one = self._make()
 
     async def _look(self, one: RemoteReplica) -> None:
-        one.state = await asyncio.wait_for(one.actor.look.remote(), DEAF)
+        try:
+            one.state = await asyncio.wait_for(one.actor.look.remote(one.state.version), DEAF)
+        except TimeoutError:
+            raise TimeoutError(f"it does not answer for {DEAF:g} s") from None
         if self.store is not None:
             self.store.note(one.state)
 
@@ -251,8 +260,14 @@ class ReplicaSet(OrderTaker):
 
         parts: list[Any] = [each for request in order.requests for each in (request, *request.regions)]
         names = frozenset(name for each in parts for name in each.adapters)
-        shown = Counter[str]()
-        lost = 0
+        lost = shown = 0
+
+        def show_once(number: int, picture: Any) -> None:
+            nonlocal shown
+            if show is not None and number >= shown:
+                shown = number + 1
+                show(number, picture)
+
         try:
             while left := [at for at, ticket in enumerate(tickets) if not ticket.has_ended()]:
                 self._end_late(tickets)
@@ -262,7 +277,7 @@ class ReplicaSet(OrderTaker):
                     continue
                 part = replace(order, requests=[order.requests[at] for at in left], seeds=[order.seeds[at] for at in left])
                 try:
-                    await self._follow(one, part, [tickets[at] for at in left], names, show, shown)
+                    await self._follow(one, part, [tickets[at] for at in left], names, show_once)
                 except RayTaskError as error:
                     if not isinstance(error.cause, RequestError):  # else it is full, or ends: another time
                         raise error.cause from None
@@ -293,26 +308,25 @@ class ReplicaSet(OrderTaker):
         order: PictureOrder,
         tickets: Sequence[Ticket],
         names: frozenset[str],
-        show: PreviewShown | None,
-        shown: Counter[str],
+        show: PreviewShown,
     ) -> None:
         """Send an order to a replica, and tell its tickets what comes of it."""
         name = uuid.uuid4().hex
         one.sent[name] = len(tickets), names
         told: set[int] = set()
+        stream = aiter(one.actor.draw.options(num_returns="streaming").remote(name, order, names))
+        step: asyncio.Future[list[Any] | None] | None = None
         try:
-            stream = aiter(one.actor.draw.options(num_returns="streaming").remote(name, order, names))
             while True:
                 step = asyncio.ensure_future(_get_next(stream))
                 while not step.done():
                     await asyncio.wait({step}, timeout=POLL)
                     self._end_late(tickets)
                     for at, ticket in enumerate(tickets):
-                        if ticket.cancels or (ticket.has_ended() and at not in told):
+                        if ticket.has_ended() and at not in told:
                             told.add(at)
                             one.actor.cancel.remote(name, at)
-                    if one.lost:
-                        step.cancel()
+                    if one.lost and not step.done():
                         raise TimeoutError(one.lost)
                 if (items := step.result()) is None:
                     return
@@ -322,11 +336,12 @@ class ReplicaSet(OrderTaker):
                         told |= {item.at} if tickets[item.at].has_ended() else set()
                     elif isinstance(item, TakenIn):
                         self.routed[item.held] += 1
-                    elif isinstance(item, PreviewMade) and show is not None and item.number >= shown["previews"]:
-                        shown["previews"] += 1
+                    elif isinstance(item, PreviewMade):
                         show(item.number, item.picture)
         finally:
             del one.sent[name]
+            if step is not None:
+                step.cancel()
 
     def _end_late(self, tickets: Sequence[Ticket]) -> None:
         now = time.monotonic()
