@@ -13,7 +13,7 @@ MARKS := not slow and not gpu
 TESTS := -m "$(MARKS)"
 
 .DEFAULT_GOAL := help
-.PHONY: help install constraints demo test suite test-slow test-gpu versions lint fuzz kernels pages docs zoo parallel-table matrix seeds formats methods bench clean
+.PHONY: help install constraints demo test suite test-slow test-gpu versions lint fuzz kernels ray pages docs zoo parallel-table matrix seeds formats methods bench clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -71,6 +71,11 @@ kernels: install  ## prove the Triton kernels without a GPU: values, what they c
 	$(BIN)/python -W ignore tests/kernels_in_programs.py
 	$(BIN)/python -W ignore tests/kernels_compiled.py
 	$(BIN)/python -W ignore tests/kernels_compiled.py broken
+
+ray: export HF_HUB_OFFLINE = 1
+ray: install  ## install fxplug[ray] (250 MB), and test replicas on two nodes of Ray on this machine
+	$(BIN)/python -m pip install -e '.[ray]' -c constraints.txt || $(BIN)/python -m pip install -e '.[ray]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_replicas.py
 
 pages: export HF_HUB_OFFLINE = 1
 pages: install  ## write what the code says of itself below docs/reference (passes, verbs, keys) and docs/families (recipes, memory)

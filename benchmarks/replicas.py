@@ -96,7 +96,7 @@ def measure_route(config: ServerConfig, names: list[str], count: int, in_turn: b
     time.sleep(1)
     total = sum(service.routed.values())
     found = {held: round(number / total, 3) for held, number in sorted(service.routed.items())}
-    made = {"requests": total, **found, "read": [len(one.state.held) for one in service.alive]}
+    made = {"requests": total, **found, "read": [len(one.state.names) for one in service.alive]}
     made["calls"] = [one.state.calls[0] for one in service.alive]
     client.end()
     return made

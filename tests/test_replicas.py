@@ -25,7 +25,7 @@ from fxplug.serving.parked import Cancelled
 from fxplug.serving.server.application import Server
 from fxplug.serving.server.bodies import read_order
 from fxplug.serving.server.keys import ANYBODY
-from fxplug.serving.server.replica import PreviewMade, Replica, TicketMoved
+from fxplug.serving.server.replica import MadePreview, Replica, TicketChange
 from fxplug.serving.server.replicas import ReplicaSet
 from fxplug.serving.server.running import run_server
 from fxplug.serving.server.server_config import load_server_config
@@ -98,7 +98,7 @@ def test_the_choice_of_a_replica(held, loads, names, chosen):
     made = ReplicaSet.__new__(ReplicaSet)
     made.config = SimpleNamespace(engine=SimpleNamespace(rows=4))
     state = SimpleNamespace(in_slots=frozenset())
-    made.alive = [SimpleNamespace(held=frozenset(h), load=n, state=state) for h, n in zip(held, loads, strict=True)]
+    made.alive = [SimpleNamespace(names=frozenset(h), load=n, state=state) for h, n in zip(held, loads, strict=True)]
     assert made._choose(frozenset(names)) is (None if chosen is None else made.alive[chosen])
 
 
@@ -128,10 +128,10 @@ def test_a_replica_draws_orders(folder):
             replica.service.close(0)
 
     (first, second, two, wrong), cancelled, states = asyncio.run(run())
-    assert first[0].held == "not" and second[0].held == "in slots"
-    assert [item.number for item in first if isinstance(item, PreviewMade)] == [0, 1]
+    assert first[0].place == "not" and second[0].place == "in slots"
+    assert [item.number for item in first if isinstance(item, MadePreview)] == [0, 1]
     assert first[-1].pictures[0][0].tobytes() == second[-1].pictures[0][0].tobytes()
-    assert sorted(item.at for item in two if isinstance(item, TicketMoved) and item.pictures) == [0, 1]
+    assert sorted(item.at for item in two if isinstance(item, TicketChange) and item.pictures) == [0, 1]
     assert isinstance(wrong[-1].error, Exception) and not wrong[-1].denoises and "clip" in str(wrong[-1].error.__notes__)
     assert isinstance(cancelled[-1].error, Cancelled) and cancelled[-1].step < 100
     assert len(states[0].infos) == 24 and states[1].infos is None and states[1].in_slots == {"ink"}
@@ -255,7 +255,7 @@ def test_requests_go_to_a_replica_that_holds_their_adapters(pair, folder):
     assert sum(routed.values()) == 160 and routed["not"] <= 48
     ours.server.service.store.refresh()
     time.sleep(1)
-    read = [len(one.state.held.intersection(NAMES)) for one in replicas]
+    read = [len(one.state.names.intersection(NAMES)) for one in replicas]
     assert min(read) > 5 and sum(read) <= 30  # by turns they read 37
 
 

@@ -43,7 +43,7 @@ LIBRARIES = {
     "uvicorn": Library("HTTP", "uvicorn", extra="serve"),
     "prometheus-client": Library("the counters of a server", "prometheus_client", extra="serve"),
     "python-multipart": Library("uploads to a server", "python_multipart", extra="serve"),
-    "ray": Library("a server on several machines", "ray", extra="ray"),
+    "ray": Library("a server on several machines", "ray", "2.60", "2.60", "ray"),
     "onnxruntime": Library("running ONNX files", "onnxruntime", extra="onnx"),
 }
 

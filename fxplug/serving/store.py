@@ -335,7 +335,7 @@ class AdapterStore:
         return True
 
     @property
-    def held(self) -> frozenset[str]:
+    def names_in_memory(self) -> frozenset[str]:
         """Names of the adapters in slots or host memory."""
         with self._lock:
             return frozenset({*self._in_slots, *self._ready})

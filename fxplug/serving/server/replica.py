@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import traceback
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
@@ -11,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from torch import OutOfMemoryError
 
 from ...core.errors import FxplugError
 from ..adapter_index import AdapterInfo
-from ..parked import Cancelled
 from ..tickets import ENDS, Ticket, TicketState
 from .bodies import PictureOrder
 from .keys import ANYBODY
@@ -38,7 +37,7 @@ class OpenedReplica:
 class ReplicaState:
     """How a replica is.
 
-    `infos` are None where the server knows this version of them; `held` are the adapters in slots or host memory.
+    `infos` are None where the server knows this version of them; `names` are the adapters in slots or host memory.
     """
 
     fault: str
@@ -47,18 +46,18 @@ class ReplicaState:
     version: int
     infos: list[AdapterInfo] | None
     in_slots: frozenset[str]
-    held: frozenset[str]
+    names: frozenset[str]
 
 
 @dataclass(frozen=True)
-class TakenIn:
-    """An order is taken; whether its adapters were "in slots", "in memory" or "not" held."""
+class OrderPlace:
+    """An order is taken; `place` says where its adapters were: "in slots", "in memory", or "not" all here."""
 
-    held: str
+    place: str
 
 
 @dataclass(frozen=True)
-class PreviewMade:
+class MadePreview:
     """A preview is drawn."""
 
     number: int
@@ -66,7 +65,7 @@ class PreviewMade:
 
 
 @dataclass(frozen=True)
-class TicketMoved:
+class TicketChange:
     """A picture of an order has another state or step; at its end its frames or its error are there."""
 
     at: int
@@ -118,7 +117,7 @@ class Replica:
         return ReplicaState(
             service.find_fault(), engine.count_requests(), engine.count_denoiser_calls(), self.version,
             None if known == self.version else plain, frozenset(info.name for info in infos if info.in_slot),
-            store.held if store is not None else frozenset(),
+            store.names_in_memory if store is not None else frozenset(),
         )  # fmt: skip
 
     async def draw(self, name: str, order: PictureOrder, names: frozenset[str]) -> AsyncIterator[list[Any]]:
@@ -130,21 +129,21 @@ class Replica:
             names: Its adapters.
 
         Yields:
-            What has happened since: `TakenIn`, `PreviewMade` and `TicketMoved`, the last of which is the end of a picture.
+            What has happened since: `OrderPlace`, `MadePreview` and `TicketChange`, the last of which is the end of a picture.
         """
         loop, news = asyncio.get_running_loop(), asyncio.Queue[Any]()
 
         def show(number: int, picture: Image.Image) -> None:
-            loop.call_soon_threadsafe(news.put_nowait, PreviewMade(number, picture))
+            loop.call_soon_threadsafe(news.put_nowait, MadePreview(number, picture))
 
         async def follow(at: int, ticket: Ticket) -> None:
             async for event in ticket.events():
                 if event.state not in ENDS:
-                    news.put_nowait(TicketMoved(at, event.state, event.step, event.of, ticket.denoises))
+                    news.put_nowait(TicketChange(at, event.state, event.step, event.of, ticket.denoises))
             pictures, error = await asyncio.to_thread(_read_result, ticket)
-            news.put_nowait(TicketMoved(at, ticket.state, ticket.step, ticket.of, ticket.denoises, pictures, error))
+            news.put_nowait(TicketChange(at, ticket.state, ticket.step, ticket.of, ticket.denoises, pictures, error))
 
-        news.put_nowait(TakenIn(self._tell_held(names)))
+        news.put_nowait(OrderPlace(self._find_place(names)))
         accepted = self.orders[name] = self.service.submit(order, ANYBODY, 1, show)
         try:
             left = {asyncio.ensure_future(follow(at, ticket)) for at, ticket in enumerate(accepted.tickets)}
@@ -157,11 +156,11 @@ class Replica:
             accepted.cancel()
             del self.orders[name]
 
-    def _tell_held(self, names: frozenset[str]) -> str:
+    def _find_place(self, names: frozenset[str]) -> str:
         store = self.service.store
         if store is None or names <= {info.name for info in store.list() if info.in_slot}:
             return "in slots"
-        return "in memory" if names <= store.held else "not"
+        return "in memory" if names <= store.names_in_memory else "not"
 
     async def cancel(self, name: str, at: int) -> None:
         """Cancel a picture of an order; one that is not there is done."""
@@ -182,12 +181,8 @@ def _read_result(ticket: Ticket) -> tuple[list[list[Image.Image]] | None, BaseEx
     try:
         return list_pictures(ticket.result(0)), None
     except Exception as error:  # of the pipeline
-        if not isinstance(error, (FxplugError, Cancelled)):
-            error.add_note("".join(traceback.format_exception(error)))  # which is not sent with it
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # an exception that takes other arguments
-            made = RuntimeError(f"{type(error).__name__}: {error}")
-            made.__notes__ = getattr(error, "__notes__", [])
-            return None, made
-        return None, error
+        if isinstance(error, FxplugError):
+            return None, error
+        made = (MemoryError if isinstance(error, (MemoryError, OutOfMemoryError)) else RuntimeError)(str(error))
+        made.add_note("".join(traceback.format_exception(error)))  # of a class that the server may not have
+        return None, made

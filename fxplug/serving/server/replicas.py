@@ -22,7 +22,7 @@ from ..tickets import QueueFull, Ticket
 from .bodies import PictureOrder
 from .errors import RequestError
 from .orders import OrderTaker, PreviewShown
-from .replica import OpenedReplica, PreviewMade, Replica, ReplicaState, TakenIn, TicketMoved
+from .replica import MadePreview, OpenedReplica, OrderPlace, Replica, ReplicaState, TicketChange
 from .server_config import ServerConfig
 
 LOG = logging.getLogger("fxplug.serving")
@@ -48,9 +48,9 @@ class RemoteReplica:
         return sum(count for count, _ in self.sent.values())
 
     @property
-    def held(self) -> frozenset[str]:
+    def names(self) -> frozenset[str]:
         """Adapters that it has in slots or host memory, or is about to read."""
-        return self.state.held.union(*(names for _, names in self.sent.values()))
+        return self.state.names.union(*(names for _, names in self.sent.values()))
 
 
 class RemoteFolder:
@@ -107,7 +107,7 @@ class ReplicaSet(OrderTaker):
     store: RemoteFolder | None
 
     def __init__(self, config: ServerConfig) -> None:
-        """Join the Ray cluster of `RAY_ADDRESS` or of this machine, or start one here, and open the pipeline in replicas.
+        """Join the Ray cluster of this machine, or start one, and open the pipeline in replicas.
 
         Args:
             config: The configuration.
@@ -133,7 +133,7 @@ class ReplicaSet(OrderTaker):
         self._opening = [self._make() for _ in range(config.ray.replicas)]
         try:
             opened = self._wait_for_first()
-        except BaseException:
+        except BaseException:  # what a replica raised, or an interrupt
             self._leave()
             raise
         self.pipes, self.pipe = opened.pipes, opened.pipes[""]
@@ -298,7 +298,7 @@ class ReplicaSet(OrderTaker):
         near = [one for one in self.alive if one.load < least + self.config.engine.rows]
 
         def get_cost(one: RemoteReplica) -> tuple[int, ...]:
-            return -len(names & one.held), -len(names & one.state.in_slots), one.load, len(one.held)
+            return -len(names & one.names), -len(names & one.state.in_slots), one.load, len(one.names)
 
         return min(near, key=get_cost, default=None)
 
@@ -331,12 +331,12 @@ class ReplicaSet(OrderTaker):
                 if (items := step.result()) is None:
                     return
                 for item in items:
-                    if isinstance(item, TicketMoved):
+                    if isinstance(item, TicketChange):
                         _move(tickets[item.at], item)
                         told |= {item.at} if tickets[item.at].has_ended() else set()
-                    elif isinstance(item, TakenIn):
-                        self.routed[item.held] += 1
-                    elif isinstance(item, PreviewMade):
+                    elif isinstance(item, OrderPlace):
+                        self.routed[item.place] += 1
+                    elif isinstance(item, MadePreview):
                         show(item.number, item.picture)
         finally:
             del one.sent[name]
@@ -404,7 +404,7 @@ async def _get_next(stream: Any) -> list[Any] | None:
     return None if reference is None else await reference
 
 
-def _move(ticket: Ticket, item: TicketMoved) -> None:
+def _move(ticket: Ticket, item: TicketChange) -> None:
     """Move a ticket on; one whose order was sent again stays where it was until that is further."""
     ticket.denoises |= item.denoises
     if item.pictures is not None:
