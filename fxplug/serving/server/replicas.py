@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 import time
 import uuid
@@ -124,7 +125,9 @@ class ReplicaSet(OrderTaker):
         self._owns = not ray.is_initialized()
         if self._owns:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            before = signal.getsignal(signal.SIGTERM)
             ray.init(include_dashboard=False, logging_level=logging.WARNING)
+            signal.signal(signal.SIGTERM, before)  # Ray's own handler ends the process with 1
         self.alive: list[RemoteReplica] = []
         self._made: set[RemoteReplica] = set()  # also those that are not ready
         self._tasks: set[asyncio.Task[None]] = set()
