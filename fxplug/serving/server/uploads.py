@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from ...core.errors import FxplugError, SpecError, quote
 from ...core.writing import replace_file
-from .errors import RequestError, convert_spec_error
+from .errors import RequestError
 from .orders import AdapterFolder
 
 LAST = ".safetensors"
@@ -48,7 +48,8 @@ async def add_adapter_file(request: Request, store: AdapterFolder, limit: int) -
         The name.
 
     Raises:
-        RequestError: For no file, one that is too large, a name that is there, and an adapter that does not fit.
+        RequestError: For no file, one that is too large, and a name that is there.
+        SpecError: For an adapter that does not fit.
     """
     length = request.headers.get("content-length", "")
     if not length.isdecimal() or int(length) > limit:
@@ -70,10 +71,10 @@ async def add_adapter_file(request: Request, store: AdapterFolder, limit: int) -
             raise RequestError(f"the adapter cannot be written: {error}", 503, code="no_space", retry=60) from None
     try:
         await asyncio.to_thread(store.check, {name: 1.0})
-    except SpecError as error:
+    except SpecError:
         target.unlink(missing_ok=True)
         await asyncio.to_thread(store.refresh)
-        raise convert_spec_error(error) from None
+        raise
     return name
 
 
