@@ -108,7 +108,7 @@ def make_case(name: str, dtype: torch.dtype) -> tuple[Any, Any, list[str], Any]:
         options = {"img_size": 32, "patch_size": 8, "depth": 4, "num_classes": 10}
         model = timm.create_model("vit_tiny_patch16_224", **options).eval().to(dtype)
         gm = fxplug.trace(model, kwargs={"x": torch.randn(4, 3, 32, 32, dtype=dtype)})
-        return gm, Classes, ["blocks.*.attn.*"], lambda seed: Samples(seed, (3, 32, 32))
+        return gm, Classes, ["blocks.*.attn.qkv", "blocks.*.attn.proj"], lambda seed: Samples(seed, (3, 32, 32))
     if name == "convnext":
         import timm
 
