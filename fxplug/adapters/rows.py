@@ -15,9 +15,10 @@ from ..core.torch_internals.modules import without_watchers
 from ..core.torch_internals.tensors import FakeTensor
 from .banks import Bank, is_finite
 from .loading import check_samples
-from .strengths import Schedule, Strength, get_value, make_factors
+from .strengths import Schedule, Strength, get_value, make_factors, make_regions
 
-TABLE = ("weights", "entries", "which", "factors")  # what a choice writes of a table
+REGIONS = ("masks", "rests", "ratios")  # of a table: what its `regions` number, not of rows
+TABLE = ("weights", "entries", "which", "factors", "regions", *REGIONS)  # what a choice writes of a table
 Row = dict[str, float | Strength]  # of one sample: the weight of each adapter that takes part
 Tables = dict[str, dict[str, Tensor]]  # by pass: what a choice writes into each tensor of the table
 
@@ -111,7 +112,7 @@ class Rows:
         tables = self.tables()
         for name, tensor in self._tensors(lock).items():
             p, _, key = name.rpartition(".gates.table.")
-            write_rows(tensor, tables[p][key], self.single)
+            write_rows(tensor, tables[p][key], self.single and key not in REGIONS)
 
     @without_watchers
     def backup(self, lock: StateLock) -> Callable[[], None]:
@@ -170,7 +171,8 @@ def make_tables(adapters: Slots, rows: list[Row], single: bool) -> Tables:
 
     Returns:
         By pass: `weights` (rows, slots) in the dtype and on the device of its slots, `entries`, their number, 0 if `single`;
-            with `per_sample` `which`, the slots that each row takes, and with `groups` `factors` of these in each group.
+            with `per_sample` `which`, the slots that each row takes, and with `groups` `factors` of these in each group; with
+            `regions` what `make_regions` gives.
 
     Raises:
         SpecError: For more rows than there is room for, a weight out of range for the dtype, samples that differ in
@@ -184,8 +186,12 @@ def make_tables(adapters: Slots, rows: list[Row], single: bool) -> Tables:
             raise SpecError(f"a batch can have entries for at most {weights.shape[0]} samples, not {len(rows)}")
         table = _make_table(rows, names)
         which, factors = adapters.there(f"{p}.gates.table.which"), adapters.there(f"{p}.gates.table.factors")
-        by_block = [strength for row in rows for strength in row.values() if isinstance(strength, Strength)]
-        if by_block and factors is None:
+        strengths = [strength for row in rows for strength in row.values() if isinstance(strength, Strength)]
+        if any(strength.region is not None for strength in strengths) and adapters.there(f"{p}.gates.table.regions") is None:
+            raise SpecError(
+                f"a strength in a region needs masks, and '{p}' has none: apply the pass with per_sample and regions=True"
+            )
+        if any(strength.blocks for strength in strengths) and factors is None:
             raise SpecError(
                 f"a strength by block needs groups of layers, and '{p}' has none: apply the pass with per_sample and "
                 "groups='block'"
@@ -207,6 +213,10 @@ def make_tables(adapters: Slots, rows: list[Row], single: bool) -> Tables:
                 paths = [bank.path for banks in adapters.banks.values() for bank in banks]
                 value = make_factors(rows, names, slots, adapters.banks[p], factors.shape[1], paths, kept)
                 own["factors"] = value.to(factors.device, factors.dtype)
+            if (masks := adapters.there(f"{p}.gates.table.masks")) is not None:
+                made_before = vars(adapters).setdefault("_masks", {})
+                for key, value in make_regions(rows, names, slots.cpu(), made_before).items():
+                    own[key] = value.to(masks.device, masks.dtype if key != "regions" else value.dtype)
         if not all(bool(own[key].isfinite().all()) for key in ("weights", "factors") if key in own):
             raise SpecError(f"a weight is out of range for {weights.dtype}, the dtype of the slots of '{p}'")
         mapping = next((bank for bank in adapters.banks[p] if bank.maps), None)
@@ -216,7 +226,7 @@ def make_tables(adapters: Slots, rows: list[Row], single: bool) -> Tables:
                 "share: use the same adapters for all samples, or a pass that runs beside its layers, such as lora"
             )
         apart = (table != table[:1]).any(0).nonzero()[:, 0].tolist()
-        if by_block:
+        if strengths:
             differ = {name for row in rows for name in {*row, *rows[0]} if row.get(name) != rows[0].get(name)}
             apart = [slot for slot, name in enumerate(names) if name in differ]
         check_samples(p, adapters.banks[p], apart, adapters.tensor, adapters.module)
@@ -276,7 +286,7 @@ def read_row(known: Collection[str], entry: Any, sample: int | None = None) -> R
             raise SpecError(f"{where}'{name}' has a Schedule: give the strength that it has at a step, schedule.at(...)")
         if not isinstance(value, Strength) and not is_finite(value):
             raise SpecError(f"{where}the weight of '{name}' must be a finite number, not {quote(value)}")
-    kept = {name: value for name, value in weights.items() if isinstance(value, Strength) and value.blocks}
+    kept = {name: value for name, value in weights.items() if isinstance(value, Strength) and (value.blocks or value.digest)}
     return {name: kept.get(name, float(get_value(value))) for name, value in weights.items()}
 
 

@@ -18,10 +18,10 @@ from .base_weights import warn_on_other_base
 from .contents import read_slots
 from .files import Fit, Source, read
 from .loading import find_tensor, fit_to, list_weights
-from .rows import TABLE, Rows, check_name_known, make_tables, read_row, read_rows
+from .rows import REGIONS, TABLE, Rows, check_name_known, make_tables, read_row, read_rows
 from .saved_heads import without_heads
 from .state import Prepared, SlotState
-from .strengths import Strength, expand_factors, get_value
+from .strengths import Strength, expand_factors, get_value, read_region
 from .writing import About, FileOptions, Saved, describe_model, make_content, write
 
 Weights = Mapping[str, float | Strength]
@@ -160,8 +160,10 @@ class Adapters(SlotState):
             for p, table in tables.items():
                 for slot, (name, value) in enumerate(zip(named[p], table["weights"][index].tolist(), strict=True)):
                     if name and value and (name not in made or not isinstance(made[name], Strength)):
-                        made[name] = Strength(value, self._read_blocks(p, table, index, slot)) if "factors" in table else value
-            return {name: value if isinstance(value, float) or value.blocks else value.value for name, value in made.items()}
+                        blocks = self._read_blocks(p, table, index, slot) if "factors" in table else None
+                        made[name] = Strength(value, blocks, **read_region(table, index, slot))
+            plain = {name for name, one in made.items() if isinstance(one, Strength) and not one.blocks and not one.digest}
+            return {name: get_value(value) if name in plain else value for name, value in made.items()}
 
         return [row(i) for i in range(count)] if count else row(0)
 
@@ -431,8 +433,8 @@ class Adapters(SlotState):
                 self._remake_gains(write)
             for p, values in rows.tables().items():
                 for key, value in values.items():
-                    table = self._table(p, key)
-                    write(table if rows.single or not value.dim() else table[: len(value)], value)
+                    table, whole = self._table(p, key), rows.single and key not in REGIONS
+                    write(table if whole or not value.dim() else table[: len(value)], value)
 
     @contextmanager
     def using(self, what: str | Weights | Sequence[Any] | Rows | Tensor | None) -> Iterator[None]:
@@ -481,6 +483,8 @@ class Adapters(SlotState):
         """
         row = read_row(self.names, weights)
         if any(isinstance(value, Strength) for value in row.values()):
+            if any(isinstance(value, Strength) and value.digest for value in row.values()):
+                raise SpecError("a strength in a region acts at some places, and a weight at all: leave the region out")
             tables = make_tables(self, [row], True)
             rows = {p: [own[key][0].cpu() for key in ("weights", "which", "factors")] for p, own in tables.items()}
             return {p: expand_factors(*own) for p, own in rows.items()}

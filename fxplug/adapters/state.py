@@ -20,10 +20,10 @@ from .banks import Bank, check_name
 from .files import Fit
 from .gains import BaseVersions, list_gained, make_gains
 from .rows import Slots, choose_slots
-from .strengths import align_factors
+from .strengths import TAKEN, align_rows
 
 Write = Callable[[Tensor, Any], Any]  # puts a number or a tensor into a tensor of the slots
-Use = tuple[Tensor, Tensor | None]  # how much rows take of a slot, see `_read_use`
+Use = tuple[Tensor, dict[str, Tensor]]  # how much rows take of a slot, see `_read_use`
 _reserving = threading.Lock()  # for moments, while somebody looks for a free slot
 
 
@@ -280,25 +280,28 @@ class SlotState(Slots):
     def _publish(self, name: str, slots: Mapping[str, int], used: Mapping[str, Use], write: Write) -> None:
         """Write a name, and how much is taken of it: as before, also where a pass had nothing of it until now."""
         for p, slot in slots.items():
-            taken, own = used.get(p) or (next(iter(used.values()))[0] if used else 0, None)
+            taken, own = used.get(p) or (next(iter(used.values()))[0] if used else 0, {})
             write(self._table(p, "weights")[:, slot], taken)
             table = self._table(p, "names")
             raw = list(name.encode().ljust(table.shape[1], b"\0"))
             write(table[slot], torch.tensor(raw, dtype=torch.uint8))
             if used and (which := self.there(f"{p}.gates.table.which")) is not None:
                 now = choose_slots(self._table(p, "weights"), self.names_of(p), which.shape[1])
-                if (factors := self.there(f"{p}.gates.table.factors")) is not None:
-                    made = align_factors(factors, which, now)
-                    write(factors, made if own is None else torch.where((now == slot)[:, None], own[:, :, None], made))
+                for key, neutral in TAKEN.items():
+                    if (value := self.there(f"{p}.gates.table.{key}")) is not None:
+                        made = align_rows(value, which, now, neutral)
+                        here = (now == slot).view(len(now), *[1] * (value.dim() - 2), -1)
+                        write(value, torch.where(here, own[key][..., None], made) if key in own else made)
                 write(which, now)
 
     def _read_use(self, p: str, slot: int) -> Use:
-        """Return how much each row takes of a slot, (rows,), and the factors of that in each group, (rows, groups)."""
-        factors, which = (self.there(f"{p}.gates.table.{name}") for name in ("factors", "which"))
-        if factors is not None and which is not None:
-            own = torch.where((which == slot)[:, None], factors, 0)
-            factors = torch.where((which == slot).any(1)[:, None], own.sum(2), 1)
-        return self._table(p, "weights")[:, slot].clone(), factors
+        """Return how much each row takes of a slot, (rows,), and what tables have for that, (rows, ...)."""
+        which, found = self.there(f"{p}.gates.table.which"), {}
+        for key, neutral in TAKEN.items():
+            if (value := self.there(f"{p}.gates.table.{key}")) is not None and which is not None:
+                here = (which == slot).view(len(which), *[1] * (value.dim() - 2), -1)
+                found[key] = torch.where(here.any(-1), torch.where(here, value, 0).sum(-1), neutral)
+        return self._table(p, "weights")[:, slot].clone(), found
 
     def _unname(self, slots: Mapping[str, int], write: Write) -> None:
         """Take the names from slots, and the slots from all rows."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ..blocks.regions import MASKS, SIDE, make_masks
 from ..core.errors import SpecError, did_you_mean, format_fields, quote
 from ..core.spec.addresses import is_covered
 from .banks import Bank, is_finite
 
-KEPT = 64  # so many dictionaries of blocks are kept as tables
+KEPT = 64  # so many dictionaries of blocks, and so many masks, are kept as tables
+TAKEN = {"factors": 1, "regions": 0}  # tables with an entry for each slot that a row takes, and what is there for nothing
 
 
 @dataclass(frozen=True)
@@ -22,17 +26,29 @@ class Strength:
 
     It stands wherever `Adapters.use` takes a number. `blocks` maps patterns of paths to factors of `value`: a pattern names a
     layer, or all layers below a path ("down_blocks.0"); of several that name a layer the last counts, and what none names
-    takes `value`. It needs a pass with `groups`. Raises SpecError for what is no finite number.
+    takes `value`. It needs a pass with `groups`.
+
+    `region` is a mask of the picture, (height, width) in [0, 1], by which `value` is multiplied at each place; it needs a pass
+    with `regions`. Layers without places, of text, time or pooled values, take by `rest` the mask's mean ("share"), all of
+    `value` ("full"), or nothing ("none"). Raises SpecError for what is no finite number, and for another mask or `rest`.
     """
 
     value: float = 1.0
     blocks: Mapping[str, float] | None = None
+    region: Tensor | None = field(default=None, compare=False)
+    rest: Literal["full", "share", "none"] = "share"
+    digest: str = field(default="", init=False, repr=False)  # of the region, which compares as this
 
     __repr__ = format_fields
 
     def __post_init__(self) -> None:
         if not is_finite(self.value):
             raise SpecError(f"value must be a finite number, not {quote(self.value)}", path=("value",))
+        if self.rest not in ("full", "share", "none"):
+            raise SpecError(f"rest must be full, share or none, not {quote(self.rest)}", path=("rest",))
+        if self.region is not None:
+            object.__setattr__(self, "region", read_mask(self.region))
+            object.__setattr__(self, "digest", _digest(self.region))
         if self.blocks is None:
             return
         if not isinstance(self.blocks, Mapping) or not all(isinstance(pattern, str) for pattern in self.blocks):
@@ -44,7 +60,33 @@ class Strength:
         object.__setattr__(self, "blocks", {pattern: float(factor) for pattern, factor in self.blocks.items()})
 
     def __format__(self, spec: str) -> str:
-        return format(self.value, spec) + (" by block" if self.blocks else "")
+        return format(self.value, spec) + (" by block" if self.blocks else "") + (" in a region" if self.digest else "")
+
+
+def read_mask(value: Any) -> Tensor:
+    """Read the mask of a region.
+
+    Args:
+        value: A tensor (height, width) of numbers in [0, 1].
+
+    Returns:
+        A float32 copy on the CPU.
+
+    Raises:
+        SpecError: For anything else.
+    """
+    mask = value.detach() if isinstance(value, Tensor) and not value.is_complex() and not value.is_meta else None
+    if mask is None or mask.dim() != 2 or not mask.numel() or not bool(((mask >= 0) & (mask <= 1)).all()):
+        found = quote(value) if mask is None else f"one of the shape {list(mask.shape)}"
+        found += " with other numbers" if mask is not None and mask.dim() == 2 and mask.numel() else ""
+        raise SpecError(f"region must be a tensor (height, width) of numbers in [0, 1], not {found}", path=("region",))
+    return mask.to("cpu", torch.float32, copy=True).contiguous()
+
+
+def _digest(mask: Any) -> str:
+    made = hashlib.blake2b(str(tuple(mask.shape)).encode(), digest_size=16)
+    made.update(memoryview(mask.numpy()).cast("B"))
+    return made.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -117,6 +159,9 @@ def _blend(one: float | Strength, two: float | Strength, share: float) -> float 
         return one + (two - one) * share
     a, b = (each if isinstance(each, Strength) else Strength(each) for each in (one, two))
     value = a.value + (b.value - a.value) * share
+    if (a.digest, a.rest) != (b.digest, b.rest):
+        raise SpecError("between='linear' is for strengths of one region and rest: name the same in each knot, or hold",
+                        path=("knots",))  # fmt: skip
     if a.blocks == b.blocks:
         return replace(a, value=value)
     if a.blocks and b.blocks and list(a.blocks) != list(b.blocks):
@@ -127,7 +172,8 @@ def _blend(one: float | Strength, two: float | Strength, share: float) -> float 
         )
     first, second = a.blocks or {}, b.blocks or {}
     ends = {name: (a.value * first.get(name, 1.0), b.value * second.get(name, 1.0)) for name in first or second}
-    return Strength(1.0, {"**": value, **{name: start + (end - start) * share for name, (start, end) in ends.items()}})
+    blocks = {"**": value, **{name: start + (end - start) * share for name, (start, end) in ends.items()}}
+    return replace(a, value=1.0, blocks=blocks)
 
 
 def get_value(strength: float | Strength) -> float:
@@ -196,9 +242,8 @@ def make_factors(
     made = torch.ones(len(rows), groups, which.shape[1])
     for index, row in enumerate(rows):
         for name, strength in row.items():
-            if not isinstance(strength, Strength) or name not in names:
+            if not isinstance(strength, Strength) or not strength.blocks or name not in names:
                 continue
-            assert strength.blocks is not None
             key = tuple(strength.blocks.items())
             if (factors := known.get(key)) is None:
                 factors = find_factors(strength, banks, groups, paths)
@@ -216,8 +261,62 @@ def expand_factors(weights: Tensor, which: Tensor, factors: Tensor) -> Tensor:
     return made.scatter_add(1, which.expand(len(factors), -1), weights[which] * factors.to(weights.dtype))
 
 
-def align_factors(factors: Tensor, before: Tensor, now: Tensor) -> Tensor:
-    """Return factors (rows, groups, per_sample) in the order in which rows take slots now; one for a slot that is new there."""
+def make_regions(
+    rows: Sequence[Mapping[str, Any]], names: Sequence[str], which: Tensor, known: dict[Any, Any]
+) -> dict[str, Tensor]:
+    """Make the tables of the regions of each row.
+
+    Args:
+        rows: The strength of each adapter, for each sample.
+        names: The name of the adapter in each slot.
+        which: The slots that each row takes, (rows, per_sample).
+        known: The masks of strengths that were asked for before.
+
+    Returns:
+        `regions`, `masks`, `rests` and `ratios`, as `RegionTable` has them, the last three of as many as there are.
+
+    Raises:
+        SpecError: For more masks than there is room for.
+    """
+    chosen = torch.zeros(which.shape, dtype=torch.int64)
+    made: dict[Any, tuple[Tensor, float, float]] = {None: (torch.ones(SIDE, SIDE), 1.0, 0.0)}
+    for index, row in enumerate(rows):
+        for name, strength in row.items():
+            if not isinstance(strength, Strength) or strength.region is None or name not in names:
+                continue
+            key = strength.digest, strength.rest
+            if key not in known:
+                if len(known) >= KEPT:
+                    known.pop(next(iter(known)))
+                mask = make_masks(strength.region.double(), SIDE, SIDE).clamp(0, 1)
+                rest = {"share": float(mask.float().double().mean()), "full": 1.0, "none": 0.0}[strength.rest]
+                known[key] = mask.float(), rest, strength.region.shape[0] / strength.region.shape[1]
+            if bool((known[key][0] == 1).all()) and known[key][1] == 1:
+                continue  # everywhere
+            made.setdefault(key, known[key])
+            chosen[index, which[index] == names.index(name)] = list(made).index(key)
+    if len(made) > MASKS:
+        raise SpecError(f"a batch can have at most {MASKS - 1} different regions, not {len(made) - 1}: split the batch")
+    masks, rests, ratios = zip(*made.values(), strict=True)
+    return {"regions": chosen, "masks": torch.stack(masks), "rests": torch.tensor(rests), "ratios": torch.tensor(ratios)}
+
+
+def read_region(table: Mapping[str, Tensor], index: int, slot: int) -> dict[str, Any]:
+    """Return the region and rest of what a row takes of a slot, as `Strength` has them; nothing where there is none."""
+    if "regions" not in table or not (number := int(table["regions"][index][table["which"][index] == slot][0])):
+        return {}
+    mask, rest = table["masks"][number].float(), table["rests"][number]
+    word = "share" if rest == mask.double().mean().to(rest.dtype) else "full" if rest == 1 else "none"
+    sides = Fraction(float(table["ratios"][number])).limit_denominator(16)
+    mask = mask.repeat_interleave(max(sides.numerator, 1), 0).repeat_interleave(sides.denominator, 1)
+    return {"region": mask, "rest": word}
+
+
+def align_rows(value: Tensor, before: Tensor, now: Tensor, neutral: int) -> Tensor:
+    """Return what rows have for each slot that they take, (rows, ..., per_sample), in the order in which they take them now;
+    `neutral` for a slot that is new there."""
     same = now[:, :, None] == before[:, None, :]
-    found = factors.gather(2, same.int().argmax(2)[:, None].expand(-1, factors.shape[1], -1))
-    return torch.where(same.any(2)[:, None], found, 1.0)
+    at, known = same.int().argmax(2), same.any(2)
+    if value.dim() == 3:
+        at, known = at[:, None].expand(-1, value.shape[1], -1), known[:, None]
+    return torch.where(known, value.gather(-1, at), neutral)

@@ -23,6 +23,7 @@ _FILES = {
     "lora_weight": ["Dora", "LoraWeight"],
     "orthogonal": ["Boft", "Oft"],
     "prompts": ["Drop", "Prompt"],
+    "regions": ["RegionGates", "RegionTable"],
     "replace": ["Replace"],
     "scale": ["Scale", "Ssf"],
     "skip": ["Skip"],

@@ -83,7 +83,7 @@ def _after(node: fx.Node, given: fx.Node, before: int, batch: int) -> int | None
     return before if old[:-1] == new[:-1] else None
 
 
-def order(node: fx.Node, dims: int) -> list[int] | None:
+def find_order(node: fx.Node, dims: int) -> list[int] | None:
     """Return the input dimension of each dimension of the result of a function that only permutes them."""
     constants = [*node.args[1:], *node.kwargs.values()]
     if any(isinstance(value, fx.Node) for value in constants):
@@ -96,7 +96,7 @@ def order(node: fx.Node, dims: int) -> list[int] | None:
 
 def _moved(node: fx.Node, dims: int, dim: int) -> int | None:
     """Return the same product after a function that only permutes dimensions."""
-    moved = order(node, dims)
+    moved = find_order(node, dims)
     sizes: Sequence[int] = node.meta["shape"]
     return None if moved is None else math.prod(sizes[: moved.index(dim)])
 
@@ -212,7 +212,7 @@ def _carried(
         return dim
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if node.op != "call_module" and name in MOVED:
-        moved = order(node, len(old))
+        moved = find_order(node, len(old))
         if moved is None:
             return None
         index = dim + len(old)

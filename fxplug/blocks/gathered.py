@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from ..core.ir.containers import find_tensor
 from ..core.spec.addresses import is_covered
 from ..core.torch_internals.tensors import is_watched, version
 from .base import CONVOLUTIONS, check_count
+from .levels import find_level
 from .lora import Lora
 from .low_rank import divide_by_norm, multiply_groups, view_slot
 
@@ -27,36 +30,71 @@ class GatheredLora(Lora):
     It is the bank of `Lora`, with one slot more that holds zeros: a sample with fewer adapters takes that. Its products
     are those of `per_sample` adapters for each sample, so that a sample's bits do not depend on what the others take.
     `weight` is float32 (batch, per_sample), `which` int64 (batch, per_sample): what `Gates` gives. Of a pass with groups
-    `weight` is (batch, groups, per_sample), of which the layer takes that of its `group`.
+    `weight` is (batch, groups, per_sample), of which the layer takes that of its `group`. Of one with regions `places` are the
+    shares of the layers without places, (batch, per_sample), and then of each level, (batch, per_sample, places): the layer
+    takes that at its `level`; `text`, "before" or "after", says where it has tokens without places beside those.
     """
 
     update_kind = Lora.update_kind
     by_sample = ""
 
+    def __init__(
+        self,
+        kind: str,
+        in_features: int,
+        out_features: int,
+        rank: int = 8,
+        alpha: float | None = None,
+        dropout: float = 0.0,
+        geometry: Mapping[str, Any] | None = None,
+        same_padding: bool = False,
+        bias: bool = False,
+        rslora: bool = False,
+        alpha_auto_scale: bool = True,
+        slots: int = 0,
+        batch_dim: int = 0,
+        group: int = -1,
+        level: int = 0,
+        text: str = "",
+    ) -> None:
+        """Create the layers. Raises SpecError as `Lora`."""
+        super().__init__(
+            kind, in_features, out_features, rank, alpha, dropout, geometry, same_padding, bias, rslora, alpha_auto_scale,
+            slots, batch_dim, group,
+        )  # fmt: skip
+        self.level, self.text = level, text
+
     @classmethod
     def at(  # type: ignore[override]  # other options are named there
-        cls, site: Site, per_sample: int = 0, slots: int = 0, groups: Sequence[str] | None = None, **options: Any
-    ) -> GatheredLora:
+        cls, site: Site, per_sample: int = 0, slots: int = 0, groups: Sequence[str] | None = None, regions: bool = False,
+        **options: Any,
+    ) -> GatheredLora:  # fmt: skip
         """Make the bank of a layer as `Lora.at` does, for `slots` adapters; `groups` are patterns, of which the first that
-        covers the layer gives its group, and 0 is that of the rest."""
+        covers the layer gives its group, and 0 is that of the rest. With `regions` the table of the pass has the
+        levels of the model. Raises SpecError as `levels.find_level`."""
         check_count("per_sample", per_sample)
         made = super().at(site, slots=slots + 1, **options)
         assert isinstance(made, cls)
         if groups is not None:
             path = site.path.partition("@")[0]
             made.group = 1 + next((index for index, pattern in enumerate(groups) if is_covered(pattern, path)), -1)
+        if regions:
+            made.level, made.text = find_level(site, made.batch_dim)
         return made
 
     def bank(self) -> dict[str, Any]:
         return {**super().bank(), **({"group": self.group} if self.group > 0 else {})}
 
     def forward(
-        self, x: Tensor, y: Tensor, weight: Tensor | None = None, which: Tensor | None = None
+        self, x: Tensor, y: Tensor, weight: Tensor | None = None, which: Tensor | None = None,
+        places: Sequence[Tensor] = (),
     ) -> Tensor:
         if weight is None or which is None:
             return super().forward(x, y, weight)
         if self.group >= 0:
             weight = weight[:, self.group]
+        if places and not self.level:
+            weight = weight * places[0]
         if self.same_padding:
             x = self.pad(x, y)
         space = len(self.geometry.get("kernel_size", ()))
@@ -64,9 +102,28 @@ class GatheredLora(Lora):
         batch, first = which.shape[0], self.batch_dim
         if first < 0 or x.dim() <= least + (self.kind == "Linear") or not batch or x.shape[first] % batch:
             return self.shared(x, y, weight, which)
+        if places and self.level > 0:
+            count = math.prod(y.shape[2:] if space else [size for dim, size in enumerate(y.shape[:-1]) if dim != first])
+            weight = self.place(weight, places[0], places[self.level], count)
         if first:
             return self.gathered(x.transpose(0, 1), y.transpose(0, 1), weight, which).transpose(0, 1)
         return self.gathered(x, y, weight, which)
+
+    def place(self, weight: Tensor, rest: Tensor, mask: Tensor, count: int) -> Tensor:
+        """Return the weight of each slot at each place of the layer's result, (batch, per_sample, places).
+
+        Raises SpecError for another number of places than the graph of the model leads to.
+        """
+        more = count - mask.shape[-1]
+        if self.text and more > 0:
+            others = rest[..., None].expand(-1, -1, more)
+            mask = torch.cat([others, mask] if self.text == "before" else [mask, others], -1)
+        elif more != 0:
+            raise SpecError(
+                f"a layer with regions gives {count} places for a picture, and its graph leads to {mask.shape[-1]} for latents "
+                "of this size: take another size"
+            )
+        return weight[..., None] * mask
 
     def shared(self, x: Tensor, y: Tensor, weight: Tensor, which: Tensor) -> Tensor:
         """Return y with the update that all samples take, where x has no samples; NaN where they differ."""
@@ -94,7 +151,8 @@ class GatheredLora(Lora):
         else:
             down = down.unflatten(0, ranked)[which].flatten(1, 2)
             hidden = torch.bmm(x.reshape(batch, -1, x.shape[-1]), down.transpose(1, 2))
-        hidden = (hidden * weight.repeat_interleave(self.rank, 1)[:, None]).to(hidden.dtype)
+        gates = weight.repeat_interleave(self.rank, 1)
+        hidden = (hidden * (gates[:, None] if gates.dim() == 2 else gates.transpose(1, 2))).to(hidden.dtype)
         return self.add(y, torch.bmm(hidden, up).view(y.shape), weight, which)
 
     def factor(self, which: Tensor) -> Tensor | None:
@@ -132,7 +190,8 @@ class GatheredLora(Lora):
             wide = x.reshape(1, -1, *x.shape[2:])
             hidden = convolve(wide, down.flatten(0, 3), None, layer.stride, padding, layer.dilation, batch * groups)
             hidden = hidden.view(batch * groups, which.shape[1] * rank, -1)
-        gates = weight.repeat_interleave(rank, 1).repeat_interleave(groups, 0)[..., None]
+        gates = weight.repeat_interleave(rank, 1).repeat_interleave(groups, 0)
+        gates = gates[..., None] if gates.dim() == 2 else gates
         return self.add(y, torch.bmm(up, (hidden * gates).to(hidden.dtype)).view(y.shape), weight, which)
 
 
@@ -170,6 +229,8 @@ class GatheredDora(GatheredLora):
         slots: int = 0,
         batch_dim: int = 0,
         group: int = -1,
+        level: int = 0,
+        text: str = "",
         biased: bool = True,
         layer: str = "",
         transposed: bool = False,
@@ -178,7 +239,7 @@ class GatheredDora(GatheredLora):
         is (in, out). Raises SpecError as `Lora`."""
         super().__init__(
             kind, in_features, out_features, rank, alpha, dropout, geometry, same_padding, bias, rslora, alpha_auto_scale,
-            slots, batch_dim, group,
+            slots, batch_dim, group, level, text,
         )  # fmt: skip
         self.biased, self.layer, self.transposed = biased, layer, transposed
         for name in ("magnitude", *self.gains[: 1 + biased]):
@@ -255,11 +316,24 @@ class GatheredDora(GatheredLora):
         batch, sizes = which.shape[0], [1] * (y.dim() - 1)
         sizes[0 if self.kind in CONVOLUTIONS else -1] = self.out_features
         names = self.gains[: 1 + self.biased]
-        gain, *shift = ((getattr(self, name)[which] * weight[..., None]).sum(1).view(batch, 1, *sizes) for name in names)
+        if weight.dim() == 3:
+            own = (batch, 1, *y.shape[1:])
+            gain, *shift = (self.sum_places(getattr(self, name)[which], weight).view(own) for name in names)
+        else:
+            gain, *shift = ((getattr(self, name)[which] * weight[..., None]).sum(1).view(batch, 1, *sizes) for name in names)
         made: Tensor = torch.unflatten(y, 0, (batch, -1)) * (1 + gain)
         for one in shift:
             made = made + one
         return (made.flatten(0, 1) + update).to(y.dtype)
+
+    def sum_places(self, gains: Tensor, weight: Tensor) -> Tensor:
+        """Return the sum of gains (batch, per_sample, out) by the weights of their slots at each place, one after the other."""
+        picture = self.kind in CONVOLUTIONS  # whose channels are before its places
+        parts = (
+            one[..., None] * own[:, None] if picture else one[:, None] * own[..., None]
+            for one, own in zip(gains.unbind(1), weight.unbind(1), strict=True)
+        )
+        return functools.reduce(torch.add, parts)
 
     def shared(self, x: Tensor, y: Tensor, weight: Tensor, which: Tensor) -> Tensor:
         if not which.shape[0]:

@@ -277,7 +277,7 @@ def _with(layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
 
 def _batch_dim(site: Site, kind: str) -> int:
     """Return which of the first two dimensions of a layer's input is the model's batch, as traced; -1 if neither."""
-    shape, batch = (() if site.x is None else site.x.shape), site.args[-1].shape[0]
+    shape, batch = (() if site.x is None else site.x.shape), next(arg.shape[0] for arg in site.args[::-1] if arg.shape)
     node = None if site.x is None else site.x.node
     from . import dimensions as batch_dim
 

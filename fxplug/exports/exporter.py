@@ -173,7 +173,8 @@ def _target(path: Path, to: str) -> Path:
         return path if path.suffix == ending else path.with_name(f"{path.name.removesuffix(f'.{to}')}{FORMATS[to]}")
 
 
-TABLE = ("names", "weights", "entries", "which", "factors")  # what the gates of a pass are made of, the last two by sample
+# what the gates of a pass are made of, from the third on by sample, by group, and by region
+TABLE = ("names", "weights", "entries", "which", "factors", "regions", "masks", "rests", "ratios")
 
 
 # --- for a package

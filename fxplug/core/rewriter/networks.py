@@ -91,7 +91,7 @@ def _with_gates(gm: TracedModule, p: Pass) -> Pass:
     first, *others = dict.fromkeys(beside or of[:1])
     results = {first: 0, **{rank: 2 + n for n, rank in enumerate(others)}}  # which result of `Table` has the rows of a rank
     options = {"slots": p.slots, "rank": first, **({"others": others} if others else {})}
-    gates = {"use": "fxplug.blocks:Gates.of", "options": options, "args": [_samples(gm, p)], "neutral": True}
+    gates = {"use": "fxplug.blocks:Gates.of", "options": options, "args": [_find_samples(gm, p)[0]], "neutral": True}
     rules = []
     for rank, rule in zip(of, p.rules, strict=True):
         part = 1 if rule.place == "param" else results[rank]
@@ -108,7 +108,12 @@ def _by_sample(gm: TracedModule, p: Pass) -> Pass:
     groups = None if p.groups is None else find_groups(gm, p)
     if groups is not None:
         options["groups"] = 1 + len(groups)  # the first is that of the rest
-    gates = {"use": "fxplug.blocks:Gates.of", "options": options, "args": [_samples(gm, p)], "neutral": True}
+    samples, node = _find_samples(gm, p)
+    use = "fxplug.blocks:Gates.of"
+    if p.regions:
+        use = "fxplug.blocks:RegionGates.of"
+        options["latents"] = node.name
+    gates = {"use": use, "options": options, "args": [samples], "neutral": True}
     rules = []
     for rule in p.rules:
         block = rule.use if isinstance(rule.use, type) or rule.use is None else import_target(rule.use, rule.where)
@@ -134,8 +139,10 @@ def _by_sample(gm: TracedModule, p: Pass) -> Pass:
                     f"{p.name}: per_sample is for {', '.join(known)}, not {', '.join(map(str, match.module))}", where=p.where
                 )
             match = replace(match, module=classes, bare=False)
-        args = ("x", "y", f"{GATES}:out[0]", f"{GATES}:out[2]")
+        args = ("x", "y", f"{GATES}:out[0]", f"{GATES}:out[2]", *([f"{GATES}:out[3][:]"] if p.regions else []))
         made = {**rule.options, "per_sample": p.per_sample, **({} if groups is None else {"groups": groups})}
+        if p.regions:
+            made["regions"] = True
         rules.append(replace(rule, match=match, use=other, place="after", port=None, args=args, options=made))
     return replace(p, networks={**p.networks, GATES: gates}, rules=rules)
 
@@ -165,13 +172,13 @@ def find_groups(gm: TracedModule, p: Pass) -> list[str]:
     return sorted(found, key=lambda path: (-path.count("."), path))
 
 
-def _samples(gm: TracedModule, p: Pass) -> str:
-    """Return the address of the input with the samples in its first dimension: the one that the pass names, else the first
-    tensor."""
+def _find_samples(gm: TracedModule, p: Pass) -> tuple[str, fx.Node]:
+    """Return the address and the node of the input with the samples in its first dimension: the one that the pass names, else
+    the first tensor."""
     regions = Regions(gm.graph, gm)
     inputs = regions.by_key[""].inputs
     if p.samples is None:
-        first = next((str(port) for port, _, node in inputs if node.meta.get("shape")), None)
+        first = next(((str(port), node) for port, _, node in inputs if node.meta.get("shape")), None)
         if first is None:
             raise SpecError(
                 f"{p.name}: slots are chosen by sample, and no input of the model is a tensor with samples in its first "
@@ -187,7 +194,7 @@ def _samples(gm: TracedModule, p: Pass) -> str:
     if not node.meta["shape"]:
         found = f"'{port}' was one number when traced and has no dimension of samples"
         raise SpecError(f"{p.name}: samples: {found}", where=p.where)
-    return str(port)
+    return str(port), node
 
 
 def join(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:

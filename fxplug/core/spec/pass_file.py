@@ -388,7 +388,7 @@ class Draft:
                     _check_allowed(owner, None if allow is None else (*allow, "diffusers"), where, path)
                 _check_options(given["options"], allow, where, path)
         more: dict[str, Any] = {f.name: {} for f in fields(self.kind)[len(fields(Pass)) :]}
-        more |= {"inputs": {}, "networks": {}, "slots": 0, "samples": None, "per_sample": 0, "groups": None}
+        more |= {"inputs": {}, "networks": {}, "slots": 0, "samples": None, "per_sample": 0, "groups": None, "regions": False}
         for key, nothing in more.items():
             data = {**data, key: _fill(data.get(key, nothing), values, used, source, (key,))}
         if not rules and not self.kind.made_for_model:

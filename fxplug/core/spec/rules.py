@@ -189,7 +189,8 @@ class Pass:
     that to the rules. With `slots` its blocks are banks for that many adapters, which come and go without a new graph;
     `samples` names the input of the model in whose first dimension the samples are that choose among them, `t` or `x[0]`; None
     is the first that is a tensor. With `per_sample` a sample takes so many of them at most, and its cost is that of these; and
-    with `groups`, "block" or patterns of paths, each group of layers may take another strength of them.
+    with `groups`, "block" or patterns of paths, each group of layers may take another strength of them. With `regions` an
+    adapter may act at some places of a picture alone.
 
     Extensions have subclasses, with further fields. One that is `made_for_model` gets its rules, and the values of its blocks,
     when it meets a model; all of one that `goes_last` are applied together by `finish`, after the other passes of a run.
@@ -213,6 +214,7 @@ class Pass:
     numerics: str | None = None
     per_sample: int = 0
     groups: Any = field(default=None, hash=False)
+    regions: bool = False
 
     made_for_model: ClassVar[bool] = False
     goes_last: ClassVar[bool] = False
@@ -235,6 +237,10 @@ class Pass:
             found = f"must be a whole number from 1 to 'slots', {self.slots}, or 0, not {quote_yaml(most)}"
             raise SpecError(found, path=("per_sample",))
         self._check_groups()
+        if not isinstance(self.regions, bool):
+            raise SpecError(f"must be true or false, not {quote_yaml(self.regions)}", path=("regions",))
+        if self.regions and not self.per_sample:
+            raise SpecError("requires 'per_sample': regions are where the adapters of a sample act", path=("regions",))
         check_numerics(self.numerics)
         if self.expect is not None:
             _set(self, expect="".join(map(str, _check_expect(self.expect))))

@@ -170,7 +170,7 @@ class CallPlanner:
         """Read which adapters are in use, and how much of each: all numbers of the tables, but names."""
         if not self._slotted:
             return b""
-        numbers = [[t._buffers.get(name) for name in ("weights", "entries", "which", "factors")] for t in self._tables]
+        numbers = [[tensor for name, tensor in t._buffers.items() if name != "names"] for t in self._tables]
         tensors = [tensor for row in numbers for tensor in row if tensor is not None]
         if any(tensor.is_inference() for tensor in tensors):
             return read_bytes(tensors)
