@@ -173,6 +173,8 @@ class _PlaceSearch:
             return self.reshaped(own, old, shape)
         if name in REDUCED:
             return self.reduced(node, own, old, shape)
+        if name in ("view_as_complex", "view_as_real"):
+            return own if len(shape) > own.dims[-1] + (name == "view_as_real") else LOST
         if name == "linear":
             return self.mixed(own, old, shape)
         if name in ("avg_pool2d", "max_pool2d"):
@@ -188,6 +190,8 @@ class _PlaceSearch:
         if "_ConvNd" in kinds:
             if "Conv2d" in kinds and own.dims == (2, 3):
                 return self.convolved(module, own, old, shape)
+            if "ConvTranspose2d" in kinds and module.kernel_size == module.stride and module.padding == (0, 0):
+                return self.resized(own, shape)
             pointwise = "Conv1d" in kinds and module.kernel_size == module.stride == (1,) and own.dims == (2,)
             return own if pointwise and old[2] == shape[2] else LOST
         if "AvgPool2d" in kinds or "MaxPool2d" in kinds:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.errors import SpecError
 from ..core.torch_internals.tensors import assert_later
 from .base import ROWS, Gates, Table
 from .levels import check_latents, list_grids, make_plain
@@ -80,6 +81,9 @@ class RegionGates(Gates):
         if check_latents(model, latents):
             for graph in model.graphs.values():
                 grids.update(dict.fromkeys(list_grids(graph, model, latents)))
+            if not grids:
+                raise SpecError(f"no layer has places of the picture in '{latents}': leave regions out, or name its latents with "
+                                "'samples'")  # fmt: skip
         return cls(RegionTable(**options, levels=[make_plain(grid) for grid in grids], latents=latents if grids else ""))
 
 
