@@ -16,6 +16,7 @@ from PIL import Image
 from test_engine import FLUX, SD, ask, make, run
 
 import fxplug
+from fxplug import Schedule, Strength
 from fxplug.core.errors import SpecError
 from fxplug.serving import AdapterStore, Cancelled, Engine, Region, Request
 from fxplug.serving.server.bodies import read_order
@@ -223,3 +224,37 @@ def test_regions_that_are_wrong_are_told_by_field(engine, regions, status, param
     with pytest.raises(RequestError, match=".*") as caught:
         read(engine, regions, ApiKey(adapters="i*") if status == 404 else ANYBODY)
     assert (caught.value.status, caught.value.param) == (status, param) and text in str(caught.value), caught.value
+
+
+@pytest.fixture(scope="module")
+def gated():
+    pipe = tiny.pipeline(SD)
+    slots = fxplug.load_pass("lora", at=["**.to_q", "**.to_v"], rank=4, slots=3, per_sample=2, regions=True)
+    pipe = fxplug.rewrite_pipeline(pipe, passes={"unet": [slots]}, prompt="a cat", height=32, width=32)
+    for seed, name in enumerate(("ink", "film", "grain")):
+        pipe.unet.adapters.load(name, tiny.lora(tiny.pipeline(SD), f"gated_{name}", seed=seed, unet=["to_q", "to_v"]))
+    return Engine(pipe, rows=8)
+
+
+@pytest.mark.slow
+def test_regions_of_adapters_alone_are_gates_in_one_run(gated):
+    def ask_for(regions, **adapters):
+        call = {"prompt": "a cat", "num_inference_steps": 2, "height": 32, "width": 32, "output_type": "pt"}
+        before = gated.count_denoiser_calls()[1]
+        (ticket,) = run(gated, [Request(call=call, seed=0, adapters=adapters, regions=regions)])
+        return ticket.result().images, gated.count_denoiser_calls()[1] - before
+
+    left = torch.cat([fill(1.0, 32)[:, :16], fill(0.0, 32)[:, 16:]], 1)
+    plain, rows = ask_for([], ink=1.0)
+    both, _ = ask_for([], ink=1.0, film=0.5)
+    ones, seen = ask_for([Region(mask=fill(1.0, 32), adapters={"film": 0.5})], ink=1.0)
+    zeros, _ = ask_for([Region(mask=fill(0.0, 32), adapters={"film": 0.5})], ink=1.0)
+    assert seen == rows and torch.equal(ones, both) and torch.equal(zeros, plain) and not torch.equal(plain, both)
+    fade = Schedule([(0, 1.0), (0.5, Strength(0.5, rest="full"))])
+    two, seen = ask_for([Region(mask=left, adapters={"ink": 1.0}), Region(mask=1 - left, adapters={"film": fade})])
+    other, _ = ask_for([Region(mask=1 - left, adapters={"ink": 1.0}), Region(mask=left, adapters={"film": fade})])
+    assert seen == rows and not torch.equal(two, other) and not torch.equal(two, plain)
+    for regions in ([Region(mask=left, adapters={"film": 0.5}, call={"prompt": "a dog"})],  # by rows
+                    [Region(mask=left, adapters={"ink": 0.5})],
+                    [Region(mask=left, adapters={"film": 0.5}), Region(mask=1 - left, adapters={"grain": 0.5})]):  # fmt: skip
+        assert ask_for(regions, ink=1.0)[1] >= (1 + len(regions)) * rows  # and more for the proof of a first joint call

@@ -15,7 +15,7 @@ from .levels import check_latents, list_grids, make_plain
 from .places import apply_grid
 
 SIDE = 64  # height and width of a mask in a table
-MASKS = 64  # so many masks, each with what layers without places take, may the rows of a batch have; the first is of ones
+MASKS = 128  # so many masks, each with what layers without places take, may the rows of a batch have; the first is of ones
 
 
 class RegionTable(Table):
@@ -82,8 +82,7 @@ class RegionGates(Gates):
             for graph in model.graphs.values():
                 grids.update(dict.fromkeys(list_grids(graph, model, latents)))
             if not grids:
-                raise SpecError(f"no layer has places of the picture in '{latents}': leave regions out, or name its latents with "
-                                "'samples'")  # fmt: skip
+                raise SpecError(f"no layer has places of '{latents}': name the latents with 'samples', or leave regions out")
         return cls(RegionTable(**options, levels=[make_plain(grid) for grid in grids], latents=latents if grids else ""))
 
 

@@ -22,7 +22,7 @@ from .joint_calls import ModelCaller
 from .learning import CALLBACKS, LearntKind, ReadOnlyCallback, classify_request, learn_request
 from .model_state import find_change, list_state
 from .parked import Cancelled, OwnDraws, RequestThread, check_outside, copy_pipeline, make_stand_in
-from .regions import RegionGroup, check_regions, make_region_requests
+from .regions import RegionGroup, check_regions, fold_regions, make_region_requests
 from .requests import Request, check_call, list_generators, make_call
 from .store import AdapterStore
 from .tickets import QueueFull, Ticket
@@ -133,6 +133,7 @@ class Engine:
         pipe = self.pipes[request.task]
         check_call(request, pipe)
         check_regions(request, pipe)
+        request = fold_regions(request, [*self.caller.slots.values()])
         find_scheduler(request.scheduler, pipe)
         for one in self._list_runs(request):
             self._check_adapters(one)

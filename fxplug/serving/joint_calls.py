@@ -228,7 +228,9 @@ class ModelCaller:
 
 def _freeze(value: Any) -> Any:
     """Return a value that is the same for equal strengths, and can be a key."""
-    return (value.value, tuple((value.blocks or {}).items())) if isinstance(value, Strength) else value
+    if not isinstance(value, Strength):
+        return value
+    return value.value, tuple((value.blocks or {}).items()), value.digest, value.rest
 
 
 def _has_slots(model: nn.Module) -> bool:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..adapters.slots import Adapters
+from ..adapters.strengths import Schedule, Strength
 from ..core.errors import SpecError, did_you_mean, quote
 from ..core.torch_internals.trees import tree_flatten, tree_unflatten
 from ..pipelines.opening import call_parameters
@@ -53,6 +56,44 @@ def check_regions(request: Request, pipe: Any) -> None:
                 raise SpecError(f"a region cannot change {quote(name)}{listed}", path=("regions", at, "call"), key=name)
     for one in make_region_requests(request):
         check_call(one, pipe)
+
+
+def fold_regions(request: Request, slots: Sequence[Adapters]) -> Request:
+    """Make regions that change adapters alone strengths in regions of the request's own run, where the models have masks.
+
+    Args:
+        request: The request.
+        slots: The adapters of the models.
+
+    Returns:
+        A request without regions; the request itself where one has arguments of its own, two name an adapter, one has a region
+        in it already, there are more adapters than a sample may have, or a model has slots without masks.
+    """
+    found: list[Any] = [table for one in slots for p in one.banks for table in [one.there(f"{p}.gates.table.regions")]]
+    names = [name for region in request.regions for name in region.adapters]
+    if not request.regions or not found or any(table is None for table in found) or any(one.call for one in request.regions):
+        return request
+    every = {*request.adapters, *names}
+    if len(every) < len(request.adapters) + len(names) or len(every) > min(table.shape[1] for table in found):
+        return request
+    adapters = dict(request.adapters)
+    for region in request.regions:
+        for name, strength in region.adapters.items():
+            knots = [one for _, one in strength.knots] if isinstance(strength, Schedule) else [strength]
+            inner: list[Any] = [_place(one, region.mask) for one in knots]
+            if any(one is None for one in inner):
+                return request
+            adapters[name] = inner[0]
+            if isinstance(strength, Schedule):
+                places = [place for place, _ in strength.knots]
+                adapters[name] = replace(strength, knots=[*zip(places, inner, strict=True)])
+    return request.model_copy(update={"adapters": adapters, "regions": []})
+
+
+def _place(strength: Any, mask: Tensor) -> Strength | None:
+    """Return a strength in a region; None for one that has a region."""
+    made = strength if isinstance(strength, Strength) else Strength(float(strength))
+    return None if made.digest else replace(made, region=mask)
 
 
 def make_region_requests(request: Request) -> list[Request]:

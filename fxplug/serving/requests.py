@@ -71,7 +71,8 @@ class Request(Section):
         seed: That of the CPU generator that the call gets; None is none.
         task: Which of the engine's pipelines is called, see `Engine`.
         regions: Parts of the picture with adapters and prompts of their own. Each is a run of the pipeline, with a row of its
-            own in each call: at each call of the denoiser the results are blended by the masks.
+            own in each call: at each call of the denoiser the results are blended by the masks. Where the slots have `regions`
+            and regions change adapters alone, these act in the layers of one run instead, see `fxplug.Strength`.
         deadline_s: After so many seconds it is cancelled, at its next call of a model; None is never.
 
     Raises:

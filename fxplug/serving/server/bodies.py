@@ -167,7 +167,7 @@ def read_strength(value: Any, *path: str | int) -> Any:
     """Read the strength of an adapter.
 
     Args:
-        value: A number; `value` and `blocks` of a `Strength`; or `knots`, `over` and `between` of a `Schedule`.
+        value: A number; `value`, `blocks` and `rest` of a `Strength`; or `knots`, `over` and `between` of a `Schedule`.
         *path: Where it stands.
 
     Returns:
@@ -178,7 +178,7 @@ def read_strength(value: Any, *path: str | int) -> Any:
     """
     if not isinstance(value, Mapping):
         return value
-    known = ("knots", "over", "between") if "knots" in value else ("value", "blocks")
+    known = ("knots", "over", "between") if "knots" in value else ("value", "blocks", "rest")
     if (wrong := next((name for name in value if name not in known), None)) is not None:
         near = f"{did_you_mean(wrong, known)}; there are {', '.join(known)}"
         raise SpecError(f"unknown key {quote(wrong)}{near}", path=path, key=wrong)

@@ -50,6 +50,7 @@ class AdapterSettings(Section):
     groups: Text | list[Text] | None = declare(
         None, "blocks with strengths of their own: `block`, or patterns of paths; null: none", "block"
     )
+    regions: bool = declare(False, "whether adapters of a request's regions act there in one run, see `Strength`", True)
     partial: bool = declare(False, "whether an adapter may have layers that are not there", True)
     keep: list[Text] = declare([], "adapters that are loaded at the start and stay", ["ink"])
     models: list[Text] | None = declare(None, "the models that get slots; null: the denoisers", ["unet", "text_encoder"])

@@ -261,7 +261,7 @@ def _example_call(pipe: Any, config: ServerConfig, sides: Mapping[str, int]) -> 
 def _make_slots(config: ServerConfig) -> Any:
     adapters = config.adapters
     room: dict[str, Any] = {"slots": adapters.slots, "per_sample": adapters.per_sample, "groups": adapters.groups}
-    return load_pass(adapters.pass_, at=adapters.at, rank=adapters.rank_max, **room)
+    return load_pass(adapters.pass_, at=adapters.at, rank=adapters.rank_max, regions=adapters.regions, **room)
 
 
 def _make_store(config: ServerConfig, pipe: Any) -> AdapterStore | None:
