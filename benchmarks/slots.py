@@ -1,7 +1,7 @@
 """Cost of a call with slots, over that of the plain model: the bank that computes all slots in use, and the gathered ones.
 
 `python benchmarks/slots.py` measures a small UNet of diffusers in CPU time, interleaved in one process, and how long `use`,
-`load`, `put` and `unload` take; `--fashion` the UNet of examples/fashion.
+`load`, `put` and `unload` take; `--fashion` the UNet of examples/fashion; `--regions` what regions add, eager and compiled.
 """
 
 from __future__ import annotations
@@ -129,9 +129,33 @@ def measure(forms: dict[str, Any], call: dict[str, Any]) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in seconds.items()}
 
 
+def measure_regions(gm: Any, call: dict[str, Any]) -> None:
+    """Print a call with two adapters in a half each over the same call everywhere, as the median of the ratios of turns."""
+    left = torch.zeros(16, 16)
+    left[:, :8] = 1
+    for name, magnitudes in (("lora", False), ("dora", True)):
+        plain, new = (slotted(gm, 4, name, magnitudes, per_sample=2, regions=regions) for regions in (False, True))
+        plain.adapters.use({"a0": 1.0, "a1": 0.7})
+        new.adapters.use({"a0": fxplug.Strength(1.0, region=left), "a1": fxplug.Strength(0.7, region=1 - left)})
+        for compiled in (False, True):
+            pair = [torch.compile(form) if compiled else form for form in (plain, new)]
+            ratios = []
+            with torch.no_grad():
+                for turn in range(20):
+                    times = []
+                    for form in pair:
+                        start = time.process_time()
+                        form(**call)
+                        times.append(time.process_time() - start)
+                    ratios += [times[1] / times[0]] if turn > 2 else []
+            print(f"regions, {name}, {'compiled' if compiled else 'eager'}: {statistics.median(ratios):.3f}", flush=True)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     gm, call = build()
+    if "--regions" in sys.argv:
+        return measure_regions(gm, call)
     for each in (1, 2):
         forms: dict[str, Any] = {"plain": gm, "all slots in use, 16": slotted(gm, 16)}
         forms |= {f"gathered, {slots}": slotted(gm, slots, per_sample=each) for slots in (4, 64)}
