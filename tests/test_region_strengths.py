@@ -226,7 +226,7 @@ def test_other_sizes_than_traced(family):
 @pytest.mark.slow
 @torch.no_grad()
 def test_masks_change_without_recompiling():
-    new, count = slotted("sd15"), 0
+    new, count = slotted("sd3"), 0
 
     def backend(graph, example):
         nonlocal count
@@ -234,7 +234,7 @@ def test_masks_change_without_recompiling():
         return graph.forward
 
     compiled = torch.compile(new, backend=backend, fullgraph=True, dynamic=True)
-    call = sd15()
+    call = sd3()
     for seed, what in enumerate([None, "a0", *[{"a0": 1.0, "a1": 0.5}] * 4]):
         gen = torch.Generator().manual_seed(seed)
         rows = inside(what, torch.rand(8, 8, generator=gen), ("share", "full")[seed % 2]) if isinstance(what, dict) else what
@@ -260,6 +260,9 @@ def test_a_saved_module_has_its_regions(tmp_path):
         fxplug.merge(loaded)
     loaded.adapters.use("a0")
     fxplug.merge(loaded)
+    live = fxplug.lower(loaded, merge="live")
+    with pytest.raises(SpecError, match="regions of the picture"):
+        live.adapters.use(row)
     new.adapters.use(None)
 
 
@@ -382,8 +385,12 @@ def test_words_have_no_places_and_videos_are_refused():
     half, whole, none = (run(new, what, ((torch.arange(6).view(2, 3),), {})) for what in
                          (inside({"a0": 1.0}, LEFT), {"a0": 0.5}, inside({"a0": 1.0}, LEFT, "none")))  # fmt: skip
     assert torch.equal(half, whole) and not torch.equal(half, none)
+    case = next(case for case in zoo.cases() if case.name == "diffusers/LTXVideoTransformer3DModel")  # packed in tokens
+    packed = fxplug.trace(case.build().eval(), *case.inputs(batch=2))
+    with pytest.raises(SpecError, match="'hidden_states', is .* as of a video"):
+        fxplug.apply(packed, fxplug.load_pass("lora", at="**.to_q", rank=1, slots=1, per_sample=1, regions=True))
     video = fxplug.trace(nn.Conv3d(2, 2, 3, padding=1).eval(), noise(1, 2, 4, 6, 6))
     with pytest.raises(SpecError, match="as of a video"):
         fxplug.apply(video, fxplug.load_pass("lora", at="**", rank=1, slots=1, per_sample=1, regions=True))
-    with pytest.raises(SpecError, match="name that input with 'samples'"):
+    with pytest.raises(SpecError, match="name the latents, .* with 'samples'"):
         slotted("sd15", samples="encoder_hidden_states")

@@ -47,17 +47,20 @@ def check_latents(gm: nn.Module, latents: str) -> bool:
     shape = next(node.meta["shape"] for node in graph.nodes if node.name == latents)
     if len(shape) == 2:
         return False
-    if len(shape) == 3:
+    names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
+    video = len(shape) == 5 or (len(shape) == 3 and any("frame" in name or "video" in name for name in names))
+    if len(shape) == 3 and not video:
         found = find_places(graph, gm, latents)
         results = [found.get(node.name, NONE) for node in graph.output_node().all_input_nodes]
         if any(len(one.dims) == 1 and not one.text for one in results):
             return True
     if len(shape) != 4:
+        name, of = latents.removeprefix("in_"), " as of a video" if video else ""
         raise SpecError(
-            "regions are places of a picture, and the input with the samples has none: its latents, (batch, channels, height, "
-            f"width), or tokens (batch, tokens, channels) that the model gives back, not '{latents}', which is {list(shape)}"
-            + (" as of a video" if len(shape) == 5 else "") + ": name that input with 'samples', or leave regions out"
-        )  # fmt: skip
+            f"regions are places of a picture, and the input with the samples, '{name}', is {list(shape)}{of}: name the latents, "
+            "(batch, channels, height, width), or tokens (batch, tokens, channels) that the model gives back, with 'samples', or "
+            "leave regions out"
+        )
     return True
 
 

@@ -109,7 +109,7 @@ class _PlaceSearch:
         """Note that nobody knows the places of a value that another one was written into, nor of what it is a view of."""
         target: Any = node.args[0] if node.args else None
         others = {self.get(value) for value in node.all_input_nodes if value is not target} - {None, NONE}
-        if not others or not isinstance(target, fx.Node) or (_name(node) not in ("setitem", "copy") and self.get(target)):
+        if not others or not isinstance(target, fx.Node) or (_name(node) not in STRAY and self.get(target)):
             return  # such as x.add_(y)
         own = self.get(target)
         if _name(node) == "setitem" and own is not None:
@@ -428,7 +428,7 @@ def writes(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    return "" if node.op == "call_module" else functions.get_short_name(node.target)
+    return "" if node.op == "call_module" else functions.get_short_name(node.target).strip("_")
 
 
 def _is_known(node: fx.Node, root: nn.Module) -> bool:

@@ -66,14 +66,17 @@ def fold_regions(request: Request, slots: Sequence[Adapters]) -> Request:
         slots: The adapters of the models.
 
     Returns:
-        A request without regions; the request itself where one has arguments of its own, two name an adapter, one has a region
-        in it already, there are more adapters than a sample may have, or a model has slots without masks.
+        A request without regions; the request itself where it is drawn from a picture, a region has arguments of its own, two
+            name one adapter, a strength has a region already, there are more adapters than a sample may have, or a model has
+            slots without masks.
     """
     found: list[Any] = [table for one in slots for p in one.banks for table in [one.there(f"{p}.gates.table.regions")]]
     names = [name for region in request.regions for name in region.adapters]
     if not request.regions or not found or any(table is None for table in found) or any(one.call for one in request.regions):
         return request
     every = {*request.adapters, *names}
+    if any("image" in name and value is not None for name, value in request.call.items() if name not in COUNTS):
+        return request  # its tokens may be among those of the picture
     if len(every) < len(request.adapters) + len(names) or len(every) > min(table.shape[1] for table in found):
         return request
     adapters = dict(request.adapters)

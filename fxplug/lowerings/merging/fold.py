@@ -151,15 +151,21 @@ def get_uniform_gates(gm: nn.Module, name: str) -> Tensor:
             f"the samples of a batch use different adapters of '{name}', which cannot be merged into one weight: use the same "
             "for all samples, adapters.use(name), or keep the un-merged module for mixed batches"
         )
-    chosen = table._buffers.get("regions")
-    if chosen is not None and bool(chosen[:count][weights[:count].gather(1, table.which[:count]) != 0].any()):
+    check_no_regions(gm, name)
+    if (factors[0] != 1).any():
+        return expand_factors(weights[0], table.which[0], factors[0])
+    return weights[0].clone()
+
+
+def check_no_regions(gm: nn.Module, name: str) -> None:
+    """Raise SpecError for adapters of a pass that act in regions of the picture."""
+    table: Any = gm.get_submodule(f"{name}.{GATES}.table")
+    count, chosen = max(int(table.entries), 1), table._buffers.get("regions")
+    if chosen is not None and bool(chosen[:count][table.weights[:count].gather(1, table.which[:count]) != 0].any()):
         raise SpecError(
             f"adapters of '{name}' act in regions of the picture, which no weight can: use them without regions, or keep the "
             "un-merged module"
         )
-    if (factors[0] != 1).any():
-        return expand_factors(weights[0], table.which[0], factors[0])
-    return weights[0].clone()
 
 
 def choose_gates(block: nn.Module, gates: Tensor) -> Tensor:

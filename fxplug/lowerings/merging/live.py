@@ -26,7 +26,7 @@ from ...core.locks import with_read_lock
 from ...core.spec.rules import GATES
 from ...core.torch_internals.modules import without_compiler
 from ..lowering import KeptBases, LoweredForm, find_source_tensor
-from .fold import FoldPlan, check_unlowered, choose_gates, find_slotted, get_uniform_gates
+from .fold import FoldPlan, check_no_regions, check_unlowered, choose_gates, find_slotted, get_uniform_gates
 from .updates import ParameterUse, add_lora, choose_accumulator, fold_gains, get_weight, map_parameter, multiply_layer
 
 HOME = "shadows"  # where the base weights lie in the module tree
@@ -178,6 +178,8 @@ class Shadows(ResultWatcher, KeptBases):
 
     def choice(self, root: nn.Module) -> dict[str, Tensor]:
         """Return the gates of each slot, by pass."""
+        for name in self.passes:
+            check_no_regions(root, name)
         try:
             return {name: get_uniform_gates(root, name) for name in self.passes}
         except SpecError:
