@@ -57,9 +57,9 @@ def check_latents(gm: nn.Module, latents: str) -> bool:
     if len(shape) != 4:
         name, of = latents.removeprefix("in_"), " as of a video" if video else ""
         raise SpecError(
-            f"regions are places of a picture, and the input with the samples, '{name}', is {list(shape)}{of}: name the latents, "
-            "(batch, channels, height, width), or tokens (batch, tokens, channels) that the model gives back, with 'samples', or "
-            "leave regions out"
+            f"regions are places of a picture, and the input with the samples, '{name}', is {list(shape)}{of}: name the "
+            "latents, (batch, channels, height, width), or tokens (batch, tokens, channels) that the model gives back, with "
+            "'samples', or leave regions out"
         )
     return True
 
