@@ -10,6 +10,7 @@ import small
 import tiny
 import torch
 import torch.nn.functional as F
+import unets
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -225,6 +226,25 @@ def test_other_sizes_than_traced(family):
 
 @pytest.mark.slow
 @torch.no_grad()
+def test_odd_sizes_by_a_further_graph():
+    unet = small.seeded(lambda: unets.sd15_model(levels=3))
+    gm = fxplug.variants(fxplug.trace(unet, kwargs=unets.inputs(unet)), unet)
+    at, state = ["conv_in", "**.conv1", "**.to_q"], {}
+    for name, layer in unet.named_modules():
+        if name == "conv_in" or name.endswith(("conv1", "to_q")):
+            state[f"{name}.lora_A.weight"] = noise(2, *layer.weight.shape[1:])
+            state[f"{name}.lora_B.weight"] = noise(layer.weight.shape[0], 2, *[1] * (layer.weight.dim() - 2), seed=1)
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at=at, rank=2, slots=1, per_sample=1, regions=True)).eval()
+    new.adapters.load("a0", state)
+    for height, width in ((13, 9), (7, 8)):
+        call = ((), {**unets.inputs(unet), "sample": noise(2, 4, height, width)})
+        assert torch.equal(run(new, inside({"a0": 1.0}, torch.ones(3, 3)), call), run(new, "a0", call))
+        assert torch.equal(run(new, inside({"a0": 1.0}, torch.zeros(3, 3)), call), run(new, None, call))
+    assert len(new.variants) == 1
+
+
+@pytest.mark.slow
+@torch.no_grad()
 def test_masks_change_without_recompiling():
     new, count = slotted("sd3"), 0
 
@@ -378,6 +398,7 @@ def test_a_layer_whose_places_are_not_known_is_refused():
     assert [new.get_submodule(f"lora.{n}.GatheredLora").level for n in ("first", "pooled", "text", "after")] == [1, 0, 0, 1]
 
 
+@pytest.mark.slow
 def test_words_have_no_places_and_videos_are_refused():
     words = fxplug.trace(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4)).eval(), torch.arange(6).view(2, 3))
     new = fxplug.apply(words, fxplug.load_pass("lora", at="1", rank=1, slots=1, per_sample=1, regions=True))

@@ -80,9 +80,10 @@ def find_level(site: Site, batch_dim: int) -> tuple[int, str]:
     """
     table: Any = site.root.get_submodule(f"{site.pass_name}.{GATES}.table")
     levels, latents = table.levels, table.latents
-    node = None if site.y is None else site.y.node
-    if node is None or not latents:
+    if not latents:
         return 0, ""
+    if site.y is None or (node := site.y.node) is None:
+        raise SpecError("with regions a layer has one result, whose places are known: leave it out of `at`, or regions out")
     shared = node.op == "call_module" and not any("@" in pattern for pattern in site.rule.match.patterns)
     calls = list(node.graph.find_nodes(op="call_module", target=node.target)) if shared else [node]
     found = find_places(node.graph, site.root, latents)
