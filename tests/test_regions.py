@@ -258,3 +258,19 @@ def test_regions_of_adapters_alone_are_gates_in_one_run(gated):
                     [Region(mask=left, adapters={"ink": 0.5})],
                     [Region(mask=left, adapters={"film": 0.5}), Region(mask=1 - left, adapters={"grain": 0.5})]):  # fmt: skip
         assert ask_for(regions, ink=1.0)[1] >= (1 + len(regions)) * rows  # and more for the proof of a first joint call
+
+
+@pytest.mark.slow
+def test_requests_with_other_masks_do_not_mix(gated):
+    def ask_for(mask, rest="share"):
+        call = {"prompt": "a cat", "num_inference_steps": 2, "height": 32, "width": 32, "output_type": "pt"}
+        return Request(call=call, seed=0, regions=[Region(mask=mask, adapters={"ink": Strength(1.0, rest=rest)})])
+
+    left = torch.cat([fill(1.0, 32)[:, :16], fill(0.0, 32)[:, 16:]], 1)
+    asked = [(left, "share"), (1 - left, "share"), (left, "none"), (left.T, "full")]
+    alone = [run(gated, [ask_for(*one)])[0].result().images for one in asked]
+    for turn in (asked, asked[::-1]):
+        together = run(gated, [ask_for(*one) for one in turn])
+        for one, ticket in zip(turn, together, strict=True):
+            torch.testing.assert_close(ticket.result().images, alone[[*map(id, asked)].index(id(one))], rtol=1e-4, atol=1e-4)
+    assert all(not torch.allclose(alone[i], alone[j], atol=1e-3) for i in range(4) for j in range(i))
