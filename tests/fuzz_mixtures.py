@@ -28,7 +28,7 @@ class Mixed(nn.Module):
         super().__init__()
         wide, groups, bias = 4 * pick.randint(1, 2), pick.choice([1, 2, 4]), pick.random() < 0.5
         self.table = nn.Embedding(9, wide)
-        self.tokens, self.turned = nn.Linear(wide, 6, bias=bias), nn.Linear(6, wide)
+        self.tokens, self.turned = nn.Linear(wide, 12, bias=bias), nn.Linear(12, wide)
         self.picture = nn.Conv2d(3, wide, pick.choice([1, 3]), pick.randint(1, 2), 1, bias=bias)
         self.grouped = nn.Conv2d(wide, 8, 3, padding="same", groups=groups, padding_mode=pick.choice(["zeros", "circular"]))
         self.line, self.volume = nn.Conv1d(8, 4, 3, dilation=pick.randint(1, 2), bias=bias), nn.Conv3d(4, wide, (1, 3, 1))
@@ -226,6 +226,6 @@ def miss(seed: int) -> str:
     return ""
 
 
-def mixtures(cases: int, seed: int) -> list[str]:
+def fuzz_mixtures(cases: int, seed: int) -> list[str]:
     """A line for each case in which something is wrong."""
     return [line for case in range(cases) if (line := miss(seed + case))]

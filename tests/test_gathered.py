@@ -21,11 +21,12 @@ class Layers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.table, self.tokens, self.folded = nn.Embedding(11, 12), nn.Linear(12, 10), nn.Linear(10, 6, bias=False)
+        # rows of 16 bytes or so many times that: MKL sums others on AMD's processors by their place in memory
+        self.table, self.tokens, self.folded = nn.Embedding(11, 12), nn.Linear(12, 12), nn.Linear(12, 8, bias=False)
         self.first, self.grouped = nn.Conv2d(3, 8, 3, padding=1, stride=2), nn.Conv2d(8, 12, 3, padding="same", groups=4)
-        self.point, self.around = nn.Conv2d(12, 6, 1), nn.Conv2d(6, 6, 3, padding=1, padding_mode="circular")
-        self.line, self.vector = nn.Conv1d(6, 6, 3, padding=1), nn.Linear(6, 6)
-        self.turned = nn.Linear(6, 6)
+        self.point, self.around = nn.Conv2d(12, 8, 1), nn.Conv2d(8, 8, 3, padding=1, padding_mode="circular")
+        self.line, self.vector = nn.Conv1d(8, 8, 3, padding=1), nn.Linear(8, 8)
+        self.turned = nn.Linear(8, 8)
 
     def forward(self, x, index):
         tokens = self.folded(self.tokens(self.table(index)).flatten(0, 1)).unflatten(0, index.shape)

@@ -459,3 +459,10 @@ def test_magic_outside_the_tracer_says_why_nothing_plainer_works():
     silent = {name for name, tree in files().items() if any(magic(tree))
               and not re.search(r"#.*[nN]othing\s+(# )?plainer", PATHS[name].read_text()) and layer(name) != "core.capture"}
     assert silent == set()
+
+
+def test_every_random_attack_can_be_run():
+    files = sorted((ROOT / "tests").glob("fuzz_*.py"))
+    trees = {f.stem: ast.parse(f.read_text("utf-8")) for f in files}
+    names = {name: {getattr(node, "name", "") for node in tree.body} for name, tree in trees.items()}
+    assert files and [name for name, functions in names.items() if name not in functions] == []
