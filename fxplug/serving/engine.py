@@ -231,8 +231,11 @@ class Engine:
         """
         check_outside()
         with self._lock:
-            for one in [one for one in self._active if one.thread.done]:  # as an interrupt has left it
-                self._end(one, one.thread.error)
+            for one in [*self._active]:  # as an interrupt has left them
+                if one.thread.done:
+                    self._end(one, one.thread.error)
+                elif one.thread.call is None:
+                    self._resume(one)
             ended = self._cancel() + self._take_in()
             if not self._active:
                 if self._queued and not ended:
@@ -377,8 +380,7 @@ class Engine:
             return self._end(one, one.thread.error)
         self._note_call(one.ticket, one.thread.call.model)
         one.rows = max(one.rows, one.thread.call.rows)
-        self._active.remove(one)
-        self._active.append(one)  # who waits longest is first
+        self._active = [*(a for a in self._active if a is not one), one]  # who waits longest is first
         one.parked = self.calls
         return []
 
@@ -391,9 +393,9 @@ class Engine:
             return []
         for each in [a for a in self._active if a.ticket is one.ticket]:
             each.thread.cancel()
-            self._active.remove(each)
         one.resources.close()
         one.ticket.finish(None if one.is_region else one.thread.result, error)
+        self._active = [a for a in self._active if a.ticket is not one.ticket]
         self._news.set()
         return [one.ticket]
 

@@ -99,7 +99,8 @@ class RequestThread:
         self.result: Any = None
         self.error: Exception | None = None
         self.done = self.cancelled = False
-        self._go, self._stopped = threading.Lock(), threading.Lock()  # each lets one side go on when the other releases it
+        self._runs = False  # the truth, which the locks only tell: an interrupt may come right before or after one is taken
+        self._go, self._stopped = threading.Lock(), threading.Lock()
         self._go.acquire()
         self._stopped.acquire()
         self._thread = threading.Thread(target=self._run, name="fxplug request", daemon=True)
@@ -109,14 +110,29 @@ class RequestThread:
         if not self._thread.ident:
             self._thread.start()
         with self.draws:
-            self._go.release()
             try:
-                self._stopped.acquire()
+                self._runs = True
+                _tell(self._go)
+                self._wait_for_stop()
             except BaseException:  # an interrupt: nobody else may run while it does
-                self._stopped.acquire()
+                if self._runs:
+                    _tell(self._go)
+                self._wait_for_stop()
                 raise
         if self.done:
             self._thread.join()
+
+    def _wait_for_stop(self) -> None:
+        while self._runs:
+            self._stopped.acquire()
+
+    def _stop(self) -> None:
+        self._runs = False
+        _tell(self._stopped)
+
+    def _wait_to_run(self) -> None:
+        while not self._runs:
+            self._go.acquire()
 
     def cancel(self) -> None:
         """End the thread at the call at which it waits."""
@@ -127,7 +143,7 @@ class RequestThread:
             self.resume()
 
     def _run(self) -> None:
-        self._go.acquire()
+        self._wait_to_run()
         _thread.call = self._park
         try:
             self.result = self.function()
@@ -140,20 +156,26 @@ class RequestThread:
         finally:
             _thread.call = None
             self.done = True
-            self._stopped.release()
+            self._stop()
 
     def _park(self, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.cancelled:
             raise Unwind
         self.call = self.describe(model, method, args, kwargs)
-        self._stopped.release()
-        self._go.acquire()
+        self._stop()
+        self._wait_to_run()
         call, self.call = self.call, None
         if self.cancelled:
             raise Unwind
         if isinstance(call.result, BaseException):
             raise call.result
         return call.result
+
+
+def _tell(lock: threading.Lock) -> None:
+    """Wake who waits for a lock, or the next one who does: each looks again whether it may go on."""
+    if lock.locked():
+        lock.release()
 
 
 class use_caller:  # noqa: N801
