@@ -7,6 +7,7 @@ import gc
 import random
 import signal
 import threading
+import time
 from functools import wraps
 
 import pytest
@@ -43,7 +44,7 @@ def test_lists_several_pictures_and_latents_are_joined_right(sd):
     engine = Engine(sd)
     for _ in range(2):
         for ticket, picture in zip(run(engine, requests), want, strict=True):
-            assert (ticket.result().images - picture).abs().max() < 1e-5
+            assert (ticket.result().images - picture).abs().max() < 1e-5 * max(1, picture.abs().max())  # latents are up to 7
 
 
 def test_callbacks_change_their_own_request_alone(sd):
@@ -192,24 +193,29 @@ def test_interrupts_at_any_place_leave_an_engine_that_goes_on(sd):
     engine, draw, count, free = Engine(sd, rows=8, buckets=[8]), random.Random(0), 0, False
     requests = [ask(SD, i) for i in range(3)]
     want = [run(engine, [one])[0].result().images for one in requests]
-    before = signal.signal(signal.SIGPROF, interrupt)
+    begun = time.perf_counter()
+    run(engine, requests[:1])
+    longest = time.perf_counter() - begun  # of some ten steps
+    before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        for _ in range(5):
+        for _ in range(40):
             tickets = [engine.submit(one) for one in requests]
             while not engine.is_idle:
                 free = not free  # each second step, so that it goes on wherever it is slow
                 try:
-                    signal.setitimer(signal.ITIMER_PROF, 0 if free else draw.uniform(0.001, 0.03))
+                    signal.setitimer(signal.ITIMER_REAL, 0 if free else draw.uniform(1e-4, longest / 4))
                     engine.step()
-                    signal.setitimer(signal.ITIMER_PROF, 0)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
                 except KeyboardInterrupt:
                     count += 1
             for ticket, picture in zip(tickets, want, strict=True):
                 assert torch.equal(ticket.result().images, picture)
+            if count > 5:
+                break
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
-    assert count
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert count > 5
 
 
 def test_a_copy_of_a_scheduler_counts_its_own_steps():
