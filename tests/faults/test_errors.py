@@ -225,12 +225,12 @@ MISTAKES = {
     "a rank of none": (
         lora(at="head", rank=0),
         fxplug.SpecError,
-        "lora.yaml:22: lora: head: rank must be a whole number, 1 or more, not 0",
+        "lora.yaml:24: lora: head: rank must be a whole number, 1 or more, not 0",
     ),
     "a dropout of all": (
         lora(at="head", dropout=1.0),
         fxplug.SpecError,
-        "lora.yaml:22: lora: head: dropout must be at least 0 and below 1, not 1.0",
+        "lora.yaml:24: lora: head: dropout must be at least 0 and below 1, not 1.0",
     ),
     "LoRA where it does not fit": (
         one("fxplug.blocks:Lora", path="act", args=["x", "y"]),
