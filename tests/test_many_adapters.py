@@ -293,7 +293,7 @@ def final(out):
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_it_is_the_same_to_the_bit(tmp_path):
+def test_killed_and_resumed_it_is_the_same_to_the_bit(tmp_path, own_rule):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), "50 False", "54 True"]
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(fxplug.__file__).parents[1])])
     env = {**os.environ, "FATAL": "1", "PYTHONPATH": path}

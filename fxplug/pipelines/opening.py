@@ -218,6 +218,7 @@ def _with_four_bits(module: nn.Module, kind: Any, device: torch.device | str) ->
         options = {"bias": layer.bias is not None, "compute_dtype": layer.weight.dtype, "quant_type": "nf4"}
         made = kind(layer.in_features, layer.out_features, **options)
         made.load_state_dict(layer.state_dict())
+        made.support_avx512bf16_for_cpu = False  # else its first call rounds scales to bfloat16, and fails for small layers
         if layer.bias is not None:  # by which a model tells its dtype, and its pipeline what to compute in
             made.bias = nn.Parameter(layer.bias.detach(), requires_grad=False)
         owner, _, key = path.rpartition(".")
