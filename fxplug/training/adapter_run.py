@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 class AdapterRun:
     """One adapter of the run: its trainer, whose steps call `called` in the place of the module, and how far it is.
 
-    `index` is its number among those that share a pass of the base; None is for one whose steps are taken in turn.
+    `index` is its number among those that share a pass of the base; None is for one whose steps are taken in turn, `turn` of
+    them each time.
     """
 
-    def __init__(self, name: str, index: int | None, trainer: Trainer) -> None:
+    def __init__(self, name: str, index: int | None, trainer: Trainer, turn: int) -> None:
         self.name, self.index, self.trainer = name, -1 if index is None else index, trainer
         self.called: SharedModule | ModuleInTurn = SharedModule()
         if index is None:
-            self.called = ModuleInTurn(trainer.runner, lambda: trainer.progress.step)
+            self.called = ModuleInTurn(trainer.runner, lambda: trainer.progress.step, turn)
         self.ended, self.failed = False, ""
         self.passes = {entry["name"] for entry in trainer.module.meta["passes"]}
         trainer.runner = trainer.take_step.loss.runner = self.called

@@ -24,7 +24,7 @@ from .adapter_modules import OPTIONS, RandomState, SampleRows, join_adapters, li
 from .adapter_run import AdapterRun
 from .adapter_settings import PATH, check_adapter_settings, make_adapter_settings, read_adapters
 from .adapter_state import AdapterStates
-from .adapter_turns import choose_separate_passes
+from .adapter_turns import choose_separate_passes, count_steps_of_turn
 from .checkpoint import Checkpoint, find_newest, read
 from .checks import check_saved
 from .data.loader import Loader
@@ -129,7 +129,8 @@ class AdapterRuns:
                 trainer = make(made, own_task, *loaders, out=folder, seed=of_seed, settings=own, **common)
             except TrainError as error:
                 raise TrainError(f"adapter '{one.name}': {error}") from error
-            self.runs.append(AdapterRun(one.name, len(modules) if shares else None, trainer))
+            turn = count_steps_of_turn(settings.save.every)
+            self.runs.append(AdapterRun(one.name, len(modules) if shares else None, trainer, turn))
             if shares:
                 modules.append(made)
                 makers.append(maker)
@@ -342,7 +343,7 @@ class AdapterRuns:
             turn = [one for one in self._active if one in turn]
         for one in self._active:
             if isinstance(one.called, ModuleInTurn):
-                one.called.waits = False
+                one.called.take_turn(self.states.rounds)
         self.states.rounds += 1
 
     def _note_separate_passes(self) -> None:

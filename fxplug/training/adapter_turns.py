@@ -11,6 +11,7 @@ from .adapter_settings import PATH
 from .train_section import Train
 
 FEW = 4  # fewer at once have too little to share beside layers that are computed for each
+STEPS = 10  # of a turn, at most
 LARGE = 2**18  # numbers of a weight: those of all adapters at once leave the cache of a processor
 
 
@@ -53,6 +54,18 @@ def choose_separate_passes(module: TracedModule, settings: Train, room: Mapping[
         else:
             found.append("")
     return found
+
+
+def count_steps_of_turn(every: int) -> int:
+    """Count the steps that an adapter takes in its turn: at most ten, so that all are even where a checkpoint is written.
+
+    Args:
+        every: Steps between checkpoints, or 0.
+
+    Returns:
+        The number.
+    """
+    return max(steps for steps in range(1, STEPS + 1) if every % steps == 0)
 
 
 def _find_largest(module: TracedModule, entry: Mapping[str, object]) -> int:

@@ -153,26 +153,35 @@ class SharedModule(nn.Module):
 class ModuleInTurn(nn.Module):
     """What the loss of one adapter calls whose steps are taken in turn: `runner`, that of its run alone, when it is its turn.
 
-    The first call of each step, of which `step` gives the number, waits for that.
+    A turn is several steps, since each begins with caches that another adapter has filled. The first call of each, at a number
+    of steps that `step` gives and `turn` divides, waits for it.
     """
 
-    def __init__(self, runner: nn.Module, step: Callable[[], int]) -> None:
+    def __init__(self, runner: nn.Module, step: Callable[[], int], turn: int) -> None:
         super().__init__()
-        self.runner, self.step = runner, step
+        self.runner, self.step, self.turn = runner, step, turn
         self.thread: PausableThread | None = None
         self.waits = False  # whether it waits for its turn
         self._begun: int | None = None
+        self._due = 0  # the round of its next turn: it takes a step a round in the mean
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.thread is not None
         if self._begun != self.step():
-            self._begun, self.waits = self.step(), True
-            self.thread.pause()
+            self._begun = self.step()
+            if self._begun % self.turn == 0:
+                self.waits = True
+                self.thread.pause()
         return self.runner(*args, **kwargs)
 
     def begin(self) -> None:
         """Forget the step that was begun, in the thread of an earlier run."""
-        self._begun, self.waits = None, False
+        self._begun, self.waits, self._due = None, False, 0
+
+    def take_turn(self, rounds: int) -> None:
+        """Let it go on, if its turn is in this round or before."""
+        if rounds >= self._due:
+            self.waits, self._due = False, rounds + self.turn
 
 
 class SharedPass:
