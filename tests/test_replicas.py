@@ -143,7 +143,7 @@ def test_a_replica_draws_orders(folder):
 @pytest.fixture(scope="module")
 def cluster():
     """A head without room for replicas, and two nodes with room for one each."""
-    pytest.importorskip("ray", reason="needs ray: pip install 'fxplug[ray]', then `make ray`")
+    pytest.importorskip("ray.cluster_utils", reason="needs ray: pip install 'fxplug[ray]', then `make ray`")
     import ray
     from ray.cluster_utils import Cluster
 

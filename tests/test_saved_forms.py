@@ -52,6 +52,8 @@ def test_a_loaded_module_draws_any_size_and_number_of_texts_or_says_what_to_do(n
     loaded, result, part = saved(name, tmp_path)
     pipe, answered, wanted = result.pipeline, 0, []
     calls = list(draw_calls(name, seed=len(name)))
+    for module in (result.module, loaded):
+        tiny_pipelines.move_weights(module)
     for way in (result.module, loaded):  # the first makes the graphs that it lacks, as the model is at hand
         setattr(pipe, part, fxplug.pipeline_part(way))
         for n, call in enumerate(calls):

@@ -334,3 +334,9 @@ MADE: dict[str, Callable[[], Any]] = {
     "sd15": sd15, "sdxl": sdxl, "sd3": sd3, "flux": flux, "pixart": pixart, "sana": sana, "qwen_image": qwen_image,
     "wan": wan, "wan22": wan22, "ltx": ltx, "ltx2": ltx2, "z_image": z_image,
 }  # fmt: skip
+
+
+def move_weights(module):
+    """Move weights that are mapped from a file to memory of torch's: by their address MKL sums in another order on AMD's."""
+    for weight in [*module.parameters(), *module.buffers()]:
+        weight.data = weight.data.clone()
