@@ -116,7 +116,10 @@ def measure_cost(running: Running, rounds: int, count: int) -> dict[str, Any]:
     asked = [Request(call={"prompt": b["prompt"], **b["call"]}, seed=b["seed"]) for _, b in bodies]
     engine = Engine(running.service.pipe, rows=ROWS, queue=QUEUE)
     times: dict[str, list[float]] = {"generate": [], "http": []}
-    for _ in range(rounds + 1):
+    engines, calls = {"generate": engine, "http": running.service.engine}, dict[str, int]()
+    for turn in range(rounds + 1):
+        if turn == 1:
+            calls = {way: one.calls for way, one in engines.items()}
         begin = time.process_time()
         assert all(ticket.state == "done" for ticket in engine.generate(asked))
         times["generate"].append(time.process_time() - begin)
@@ -126,7 +129,8 @@ def measure_cost(running: Running, rounds: int, count: int) -> dict[str, Any]:
         times["http"].append(time.process_time() - begin)
     times = {way: values[1:] for way, values in times.items()}  # the first round learns
     ratios = [b / a for a, b in zip(times["generate"], times["http"], strict=True)]
-    return {**times, "requests": count, "steps": STEPS, "ratio": median(ratios)}
+    made = {way: (one.calls - calls[way]) / rounds for way, one in engines.items()}
+    return {**times, "requests": count, "steps": STEPS, "calls": made, "ratio": median(ratios)}
 
 
 def read_memory() -> float:
