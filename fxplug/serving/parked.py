@@ -99,7 +99,7 @@ class RequestThread:
         self.result: Any = None
         self.error: Exception | None = None
         self.done = self.cancelled = False
-        self._runs = False  # the truth, which the locks only tell: an interrupt may come right before or after one is taken
+        self._runs = False  # the locks only wake who looks at it: an interrupt may come right before or after one is taken
         self._go, self._stopped = threading.Lock(), threading.Lock()
         self._go.acquire()
         self._stopped.acquire()
@@ -112,11 +112,11 @@ class RequestThread:
         with self.draws:
             try:
                 self._runs = True
-                _tell(self._go)
+                _wake(self._go)
                 self._wait_for_stop()
             except BaseException:  # an interrupt: nobody else may run while it does
                 if self._runs:
-                    _tell(self._go)
+                    _wake(self._go)
                 self._wait_for_stop()
                 raise
         if self.done:
@@ -128,7 +128,7 @@ class RequestThread:
 
     def _stop(self) -> None:
         self._runs = False
-        _tell(self._stopped)
+        _wake(self._stopped)
 
     def _wait_to_run(self) -> None:
         while not self._runs:
@@ -172,7 +172,7 @@ class RequestThread:
         return call.result
 
 
-def _tell(lock: threading.Lock) -> None:
+def _wake(lock: threading.Lock) -> None:
     """Wake who waits for a lock, or the next one who does: each looks again whether it may go on."""
     if lock.locked():
         lock.release()
