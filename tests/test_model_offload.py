@@ -20,6 +20,11 @@ PIPELINES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where `tiny` writes
+
+
 @pytest.fixture
 def two_devices(monkeypatch):
     """A device of its own: a weight that is not there is NaN; numbers and names, which the CPU reads, are at both. Gives the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import http.client
 import io
 import json
@@ -66,7 +67,8 @@ ASK = {"prompt": "a cat", "size": "32x32", "seed": 5}
 def folder(tmp_path_factory):
     """The folder of a configuration: adapters, one of which is broken, and keys."""
     made = tmp_path_factory.mktemp("server")
-    write_folder(made)
+    with contextlib.chdir(tmp_path_factory.mktemp("tiny")):  # where `tiny` writes
+        write_folder(made)
     return made
 
 
