@@ -221,6 +221,63 @@ def test_many_push_and_load_at_once(hub):
         assert torch.equal(fxplug.load(NAME, revision=commit)(X), value)
 
 
+def push_after_each_head(hub, name, versions, monkeypatch):
+    """Let the main branch become the next version each time that it was asked which commit it is."""
+    plain, left = hub_server.Handler.do_HEAD, list(versions)
+
+    def do_head(self):
+        plain(self)
+        if self.path.startswith(f"/{name}/resolve/main/") and left:
+            hub.add(name, left.pop(0))
+
+    monkeypatch.setattr(hub_server.Handler, "do_HEAD", do_head)
+
+
+def adapted(source):
+    """A rewrite with an adapter loaded."""
+    module = rewritten()
+    fxplug.load_adapter(module, source)
+    return module
+
+
+def check_blobs():
+    """Each file of the cache has the digest that it is kept under."""
+    blobs = list(Path(constants.HF_HUB_CACHE).glob("*/blobs/*"))
+    assert blobs and all(hashlib.sha256(path.read_bytes()).hexdigest() == path.name for path in blobs)
+
+
+def test_a_branch_that_moves_while_it_is_read_is_one_commit_whole(hub, monkeypatch):
+    modules = [rewritten(value=n / 8) for n in range(6)]
+    commits = [fxplug.push(module, NAME) for module in modules]
+    versions = [hub.repos[NAME].at(commit)[1] for commit in commits]
+    hub.repos[NAME].commits = hub.repos[NAME].commits[:2]
+    push_after_each_head(hub, NAME, versions[1:], monkeypatch)
+    assert torch.equal(fxplug.load(NAME)(X), modules[0](X))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert torch.equal(fxplug.load(NAME)(X), modules[0](X))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub.repos[NAME].commits.extend(zip(commits, versions, strict=True))
+    for commit, module in zip(commits, modules, strict=True):
+        assert torch.equal(fxplug.load(NAME, revision=commit)(X), module(X))
+    check_blobs()
+
+
+@pytest.mark.parametrize("source", ["user/peft", "user/peft/adapter_model.safetensors", "user/peft@main"])
+def test_an_adapter_of_a_branch_that_moves_has_the_configuration_of_its_weights(source, hub, tmp_path, monkeypatch):
+    versions, expected = [], []
+    for n in range(8):
+        folder = peft(tmp_path / f"peft{n}", value=1.0 + n)
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2 + n}))
+        versions.append(files_of(folder))
+        expected.append(adapted(folder)(X))
+    hub.add("user/peft", versions[0])
+    push_after_each_head(hub, "user/peft", versions[1:], monkeypatch)
+    for _ in range(2):
+        found = adapted(source)(X)
+        assert any(torch.equal(found, one) for one in expected)
+    check_blobs()
+
+
 # --- what is never fetched, and what is refused
 
 

@@ -5,6 +5,7 @@ The files come into the hub's own cache, each of them whole or not at all, and a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass, replace
@@ -12,12 +13,14 @@ from pathlib import Path, PurePosixPath
 
 from huggingface_hub import DryRunFileInfo, HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.file_download import repo_folder_name
 
 from ..core.artifacts.document import FIXED, MANIFEST, list_file_records, parse
 from ..core.errors import ArtifactError, Limits, quote
 from ..core.hub_names import Hub, resolve_link
 from ..core.reading import make_reporter, open_regular_file
 from ..core.weight_files import PICKLED, SAFE, choose_file
+from ..core.writing import replace_file
 from .errors import report_hub_errors
 
 CONFIG = "adapter_config.json"
@@ -60,8 +63,21 @@ class Repository:
         return self.fetch(file) if self.look(file) is not None else None
 
     def at(self, commit: str | None) -> Repository:
-        """Return the repository at a commit that an answer named."""
+        """Return the repository at a commit that an answer named.
+
+        All files are fetched by it: huggingface_hub asks for a file's digest and then for the file, and of a branch that may be
+        the next commit's, which would lie in the cache under this one's digest.
+        """
         return replace(self, revision=commit) if commit and COMMIT.fullmatch(commit) else self
+
+    def remember(self, pinned: Repository) -> None:
+        """Write into the cache which commit the revision is, as huggingface_hub keeps it and reads it offline."""
+        revision, folder = self.revision or constants.DEFAULT_REVISION, repo_folder_name(repo_id=self.name, repo_type="model")
+        if pinned == self or not pinned.revision or ".." in Path(revision).parts:
+            return
+        ref = Path(constants.HF_HUB_CACHE, folder, "refs", *Path(revision).parts)
+        with contextlib.suppress(OSError), replace_file(ref) as file:  # a cache that is only read stays as it is
+            file.write_text(pinned.revision)
 
 
 def _checked(repo: Repository, path: Path) -> Path:
@@ -109,12 +125,10 @@ class HuggingFaceHub(Hub):
                 return _in_cache(repo)
             if folder is not None:
                 return folder
-            known = [f"{PEFT_WEIGHTS}.safetensors"] if repo.has(CONFIG) else ["pytorch_lora_weights.safetensors"]
-            for file in known:
-                if (found := repo.has(file)) is not None:
-                    return found
-            names = [entry.path for entry in HfApi().list_repo_tree(repo.name, revision=repo.revision)]
-            return _fetch_weights(repo, _choose(repo, names))
+            file = f"{PEFT_WEIGHTS}.safetensors" if repo.look(CONFIG) else "pytorch_lora_weights.safetensors"
+            if repo.look(file) is None:
+                file = _choose(repo, [entry.path for entry in HfApi().list_repo_tree(repo.name, revision=repo.revision)])
+            return _fetch_weights(repo, file)
 
     def find_cached_file(self, path: Path) -> Path | None:
         """Return the file that a link leads to, if both lie in the hub's cache; None otherwise."""
@@ -157,14 +171,18 @@ def _fetch_listed(repo: Repository, limits: Limits) -> Path | None:
             raise ArtifactError(f"{where}: {name} has {size} bytes instead of {quote(record.size)}: push it again")
     for name in files:
         pinned.fetch(name)
-    repo.fetch(MANIFEST)  # last: the cache keeps by it what the revision is now, and offline that is whole
+    repo.remember(pinned)  # last: what the revision is offline is whole
     return manifest.parent
 
 
 def _fetch_weights(repo: Repository, file: str) -> Path:
     """Fetch a file of weights and the configuration beside it, that first: without it the file means something else."""
-    repo.has(str(PurePosixPath(file).with_name(CONFIG)))
-    return repo.fetch(file)
+    found = repo.look(file)
+    pinned = repo if found is None else repo.at(found.commit_hash)
+    pinned.has(str(PurePosixPath(file).with_name(CONFIG)))
+    path = pinned.fetch(file)
+    repo.remember(pinned)
+    return path
 
 
 def _choose(repo: Repository, names: list[str]) -> str:
