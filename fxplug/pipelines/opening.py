@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -236,9 +237,15 @@ def call_parameters(pipe: Any) -> dict[str, bool]:
         # what some of its blocks need others make, also where these are among several of which one is chosen
         made = {each.name for block in _blocks_of(pipe.blocks) for each in block.intermediate_outputs}
         return {each.name: bool(each.required) and each.name not in made for each in pipe.blocks.inputs if each.name}
-    parameters = inspect.signature(pipe.__call__).parameters.values()
+    return dict(_list_parameters(type(pipe).__call__))
+
+
+@functools.lru_cache(64)
+def _list_parameters(call: Callable[..., Any]) -> tuple[tuple[str, bool], ...]:
+    """List the arguments of a method besides the object, and whether it needs them."""
+    _, *parameters = inspect.signature(call).parameters.values()
     named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    return {each.name: each.default is each.empty for each in named}
+    return tuple((each.name, each.default is each.empty) for each in named)
 
 
 def list_loaded_parts(pipe: Any) -> tuple[str, ...]:
