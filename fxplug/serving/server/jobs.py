@@ -79,7 +79,6 @@ class StoredPicture:
     raw: bytes
     mime: str
     owner: str
-    made: float
 
 
 class Jobs:
@@ -99,6 +98,8 @@ class Jobs:
         self.folder = base / settings.dir if settings.dir else None
         self.jobs: dict[str, PictureJob] = {}
         self.pictures: dict[str, StoredPicture] = {}
+        self._ended: dict[str, tuple[float, int]] = {}  # of jobs and pictures, the oldest first: when, and the bytes kept
+        self._bytes = 0
         if self.folder is not None:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -107,6 +108,8 @@ class Jobs:
                 raise JobError(f"the folder of jobs '{self.folder}' cannot be used: {error.strerror}") from None
             for file in files:
                 self._restore(file)
+            for job in sorted(self.jobs.values(), key=lambda job: job.ended or 0.0):
+                self._keep(job)
 
     def _restore(self, file: Path) -> None:
         try:
@@ -115,9 +118,10 @@ class Jobs:
                 raise JobError("is not a job")
             job = PictureJob(
                 file.stem, str(found["owner"]), float(found["created"]), str(found["state"]), int(found["step"]),
-                int(found["of"]), found.get("data"), found.get("error"), found.get("ended"),
+                int(found["of"]), found.get("data"), found.get("error"), float(found.get("ended") or found["created"]),
+                _count_bytes(found.get("data")),
             )  # fmt: skip
-        except (FxplugError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, FxplugError, KeyError, TypeError, ValueError) as error:
             LOG.warning("the job '%s' is left out: %s", file.name, error)
             return
         if job.state not in ENDS:
@@ -165,9 +169,11 @@ class Jobs:
         """Keep a picture for a time, and return the name by which it is fetched."""
         self.forget()
         while len(self.pictures) >= self.settings.keep:
-            del self.pictures[next(iter(self.pictures))]
+            self._drop(next(iter(self.pictures)))
         name = uuid.uuid4().hex
-        self.pictures[name] = StoredPicture(raw, mime, key.digest.hex(), time.time())
+        self.pictures[name] = StoredPicture(raw, mime, key.digest.hex())
+        self._ended[name] = time.time(), len(raw)
+        self._bytes += len(raw)
         return name
 
     def find_picture(self, name: str, key: ApiKey) -> StoredPicture:
@@ -179,36 +185,32 @@ class Jobs:
         return found
 
     def forget(self) -> None:
-        """Forget what has been kept long enough."""
+        """Forget what has been kept long enough, and the oldest while all takes too much memory."""
         end = time.time() - self.settings.keep_s
-        for job in [job for job in self.jobs.values() if job.ended is not None and job.ended < end]:
-            self.drop(job)
-        for name in [name for name, picture in self.pictures.items() if picture.made < end]:
-            del self.pictures[name]
-        kept: list[tuple[float, int, PictureJob | str]] = [
-            *((job.ended, job.size, job) for job in self.jobs.values() if job.ended is not None),
-            *((picture.made, len(picture.raw), name) for name, picture in self.pictures.items()),
-        ]
-        total = sum(size for _, size, _ in kept)
-        for _, size, one in sorted(kept, key=lambda row: row[0]):
-            if total <= BYTES:
+        while self._ended:
+            name, (ended, _) = next(iter(self._ended.items()))
+            if ended >= end and self._bytes <= BYTES:
                 break
-            total -= size
-            if isinstance(one, PictureJob):
-                self.drop(one)
-            else:
-                del self.pictures[one]
+            self._drop(name)
 
     def drop(self, job: PictureJob) -> None:
         """Forget a job."""
-        self.jobs.pop(job.id, None)
-        if self.folder is not None:
-            (self.folder / f"{job.id}.json").unlink(missing_ok=True)
+        self._drop(job.id)
+
+    def _keep(self, job: PictureJob) -> None:
+        self._ended[job.id] = job.ended or 0.0, job.size
+        self._bytes += job.size
+
+    def _drop(self, name: str) -> None:
+        self._bytes -= self._ended.pop(name, (0.0, 0))[1]
+        if self.pictures.pop(name, None) is None and self.jobs.pop(name, None) is not None and self.folder is not None:
+            (self.folder / f"{name}.json").unlink(missing_ok=True)
 
     def finish(self, job: PictureJob, state: str, data: list[dict[str, Any]] | None, error: dict[str, Any] | None) -> None:
         """End a job with its result, or with what went wrong."""
         job.state, job.data, job.error, job.ended, job.accepted = state, data, error, time.time(), None
-        job.size = sum(len(row.get("b64_json", "")) for row in data or ())
+        job.size = _count_bytes(data)
+        self._keep(job)
         self.save(job)
         job.add_event(state)
 
@@ -223,6 +225,10 @@ class Jobs:
             if strict:
                 raise
             LOG.warning("the job %s is not kept: %s", job.id, error)
+
+
+def _count_bytes(data: list[dict[str, Any]] | None) -> int:
+    return sum(len(row.get("b64_json", "")) for row in data or ())
 
 
 async def follow(job: PictureJob) -> AsyncIterator[dict[str, Any]]:
