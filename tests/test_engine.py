@@ -337,20 +337,26 @@ def test_a_request_cannot_wait_for_its_engine(sd):
     assert steps == [0, 1]
 
 
-def test_events_tell_each_step(sd):
+@pytest.mark.parametrize("end_only", [False, True])
+def test_events_tell_each_step_or_the_end(sd, end_only):
     import asyncio
 
     engine = Engine(sd)
     ticket = engine.submit(ask(SD, 1))
 
     async def listen():
-        stepping = asyncio.create_task(asyncio.to_thread(lambda: [engine.step() for _ in range(9)]))
-        found = [event async for event in ticket.events()]
+        found = []
+        async for event in ticket.events(end_only):
+            if not found:
+                stepping = asyncio.create_task(asyncio.to_thread(lambda: [engine.step() for _ in range(9)]))
+            found.append(event)
         await stepping
         return found
 
     found = asyncio.run(listen())
-    assert found[-1].state == "done" and [e.step for e in found] == sorted(e.step for e in found) and found[-1].of == 3
+    states, steps = [event.state for event in found], [event.step for event in found]
+    assert states[-1] == "done" and steps == sorted(steps) and found[-1].of == 3
+    assert states[1:] == ["done"] if end_only else {1, 2} <= {*steps}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Ticket:
         self.cancels = False
         self.denoises = False  # whether its pipeline has called a denoiser
         self.deadline: float | None = None  # by `time.monotonic`
+        self.taken: float | None = None  # when it began to run, by it
         self._step_engine = step_engine  # one step, where no thread of the engine's makes them; else false
         self._result: Any = None
         self._error: BaseException | None = None
@@ -84,13 +86,20 @@ class Ticket:
             raise self._error
         return self._result
 
-    async def events(self) -> AsyncIterator[TicketEvent]:
-        """Iterate over the changes from now on: where it is, each step, and last the state in which it ended."""
+    async def events(self, end_only: bool = False) -> AsyncIterator[TicketEvent]:
+        """Iterate over the changes from now on: where it is, each step, and last the state in which it ended.
+
+        Args:
+            end_only: Whether, after where it is now, nothing but the end is told.
+
+        Yields:
+            The changes.
+        """
         queue: asyncio.Queue[TicketEvent] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def listen(event: TicketEvent) -> None:
-            if not loop.is_closed():
+            if (event.state in ENDS or not end_only) and not loop.is_closed():
                 loop.call_soon_threadsafe(queue.put_nowait, event)
 
         with self._lock:
@@ -147,7 +156,11 @@ class Ticket:
         with self._lock:
             if self.state in ENDS or (self.state, self.step, self.of) == (state, step, of):
                 return
+            if state == "running" and self.taken is None:
+                self.taken = time.monotonic()
             self.state, self.step, self.of = state, step, of
+            if state in ENDS:
+                self._end.set()  # before it is told, whereupon the result is asked for
             for listen in self._listeners:
                 listen(TicketEvent(state, step, of))
 
@@ -162,4 +175,3 @@ class Ticket:
             self._result, self._error = result, error
             state: TicketState = "done" if error is None else "cancelled" if isinstance(error, Cancelled) else "failed"
             self.move(state, self.step, self.of)
-            self._end.set()

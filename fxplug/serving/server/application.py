@@ -167,12 +167,10 @@ class Server:
 
     async def _wait(self, accepted: AcceptedOrder, tell: Callable[[], None] | None = None) -> None:
         """Wait until all pictures of an order have ended."""
-        start, taken = time.monotonic(), dict[str, float]()
+        start = time.monotonic()
 
         async def follow_one(ticket: Ticket) -> None:
-            async for event in ticket.events():
-                if event.state == "running":
-                    taken.setdefault(ticket.id, time.monotonic() - start)
+            async for _ in ticket.events(end_only=tell is None):
                 if tell is not None:
                     tell()
 
@@ -180,7 +178,7 @@ class Server:
         seconds = time.monotonic() - start
         self.service.mean_s = 0.9 * self.service.mean_s + 0.1 * seconds
         for ticket in accepted.tickets:
-            self.metrics.note(ticket.state, seconds, taken.get(ticket.id))
+            self.metrics.note(ticket.state, seconds, None if ticket.taken is None else max(0.0, ticket.taken - start))
 
     async def _collect(self, accepted: AcceptedOrder, name: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the pictures of an order that has ended. Raises RequestError for the first that failed."""
@@ -401,7 +399,8 @@ class LimitedStream(StreamingResponse):
         """Send the body, each part within `SEND` seconds."""
 
         async def limited(message: Any) -> None:
-            await asyncio.wait_for(send(message), SEND)
+            async with asyncio.timeout(SEND):
+                await send(message)
 
         try:
             await super().stream_response(limited)
@@ -431,7 +430,11 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise refusal
     parts, size, stream = list[bytes](), 0, aiter(request.stream())
     try:
-        while (part := await asyncio.wait_for(anext(stream, None), SEND)) is not None:
+        while True:
+            async with asyncio.timeout(SEND):
+                part = await anext(stream, None)
+            if part is None:
+                break
             size += len(part)
             if size > limit:
                 raise refusal
