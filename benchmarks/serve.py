@@ -29,9 +29,9 @@ import torch
 
 from fxplug.serving import Engine, Request
 from fxplug.serving.server.application import Server
-from fxplug.serving.server.running import bind, serve
+from fxplug.serving.server.running import bind, make_loop, serve
 from fxplug.serving.server.server_config import ServerConfig, load_server_config
-from fxplug.serving.server.service import Service
+from fxplug.serving.server.service import Service, freeze_objects
 
 HERE = Path(__file__).resolve().parent.parent / "examples/fashion"
 sys.path.insert(0, str(HERE))
@@ -80,12 +80,13 @@ class Running:
     def __init__(self, config: ServerConfig) -> None:
         self.service = Service(config)
         self.port = bind(config.http)
-        self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
+        self._loop, self._stop = make_loop(), asyncio.Event()
         server = Server(self.service, None)
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(serve(server, self.port, self._stop)))
         self._thread.start()
         while not self.service.ready.wait(0.1):
             pass
+        freeze_objects()  # as `run_server` does
 
     def ask(self, asked: list[tuple[str, dict[str, Any]]], rate: float = 0) -> list[tuple[Any, bool]]:
         """Send requests from another process; return the status of each, and whether its answer is whole."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import gc
 import http.client
 import io
 import json
@@ -37,9 +38,9 @@ from fxplug.serving.server.errors import RequestError
 from fxplug.serving.server.jobs import RESTARTED, Jobs
 from fxplug.serving.server.keys import ANYBODY, read_keys
 from fxplug.serving.server.pictures import Preview, encode_picture
-from fxplug.serving.server.running import bind, serve
+from fxplug.serving.server.running import bind, make_loop, serve
 from fxplug.serving.server.server_config import JobSettings, load_server_config
-from fxplug.serving.server.service import Service
+from fxplug.serving.server.service import Service, freeze_objects
 
 CONFIG = """
 model: served:make
@@ -91,7 +92,7 @@ class Client:
         self.server, self.key = server, None
         self.port = bind(server.config.http)
         self.address = self.port.getsockname()
-        self.loop, started = asyncio.new_event_loop(), threading.Event()
+        self.loop, started = make_loop(), threading.Event()
         self.stop = None
 
         async def run():
@@ -325,6 +326,25 @@ def test_results_that_are_kept_are_bounded(tmp_path, monkeypatch):
         jobs.add("")
 
 
+def test_jobs_that_are_read_again_are_bounded_and_forgotten_in_turn(tmp_path, monkeypatch):
+    jobs = Jobs(JobSettings(dir="jobs"), tmp_path)
+    made = [jobs.add("") for _ in range(4)]
+    for at, job in enumerate(reversed(made)):
+        jobs.finish(job, "done", [{"b64_json": "x" * 40}], None)
+        job.ended = time.time() - 100 * (4 - at)
+        jobs.save(job)
+    for text in ("[]", "{", '{"data": "x"}', json.dumps({**made[0].describe(), "owner": "", "data": ["x"]})):
+        (tmp_path / "jobs" / f"{len(text):032x}.json").write_text(text)
+    monkeypatch.setattr("fxplug.serving.server.jobs.BYTES", 120)
+    again = Jobs(JobSettings(dir="jobs"), tmp_path)
+    assert {*again.jobs} == {job.id for job in made}
+    again.forget()
+    assert {*again.jobs} == {job.id for job in made[:3]} and not (tmp_path / "jobs" / f"{made[3].id}.json").exists()
+    later = Jobs(JobSettings(dir="jobs", keep_s=250), tmp_path)
+    later.forget()
+    assert {*later.jobs} == {job.id for job in made[:2]}
+
+
 @pytest.mark.slow
 def test_a_body_that_does_not_come_and_a_stream_that_is_not_read(client, monkeypatch):
     monkeypatch.setattr("fxplug.serving.server.application.SEND", 0.2)
@@ -519,6 +539,14 @@ def test_a_server_that_ends(folder, tmp_path):
     for place, state in ((folder, "done"), (tmp_path, "failed")):
         found = Jobs(JobSettings(dir="jobs"), place).find(job, ANYBODY)
         assert found.state == state and (state == "done" or found.error["message"] == RESTARTED)
+
+
+def test_what_serves_is_not_collected():
+    try:
+        freeze_objects()
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()
 
 
 def free_port():

@@ -20,7 +20,7 @@ from .keys import ANYBODY
 from .orders import AcceptedOrder
 from .pictures import list_pictures
 from .server_config import ServerConfig
-from .service import Service
+from .service import Service, freeze_objects
 
 KEPT = ("scheduler", "_blocks")  # of a pipeline, for whoever reads requests for it
 
@@ -96,6 +96,7 @@ class Replica:
     async def warm(self) -> None:
         """Warm up. Raises whatever the pipeline raises."""
         await asyncio.to_thread(self.service.warm)
+        freeze_objects()
 
     async def look(self, known: int = -1, refresh: bool = False) -> ReplicaState:
         """Return how it is.

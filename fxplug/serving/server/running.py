@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -17,7 +18,7 @@ from .application import Server
 from .keys import ApiKey, read_keys
 from .replicas import ReplicaSet
 from .server_config import HttpSettings, ServerConfig
-from .service import Service
+from .service import Service, freeze_objects
 
 LOG = logging.getLogger("fxplug.serving")
 LOOK = 0.5  # seconds between two looks at the engine
@@ -48,6 +49,12 @@ def bind(http: HttpSettings) -> socket.socket:
     return made
 
 
+def make_loop() -> asyncio.AbstractEventLoop:
+    """Make the loop of a server: uvloop's where there is one."""
+    factory = uvicorn.Config("").get_loop_factory()
+    return factory() if factory is not None else asyncio.new_event_loop()
+
+
 def show_log() -> None:
     """Show the log of the server on stderr, from INFO on."""
     handler = logging.StreamHandler(sys.stderr)
@@ -74,15 +81,21 @@ def run_server(config: ServerConfig, ray: bool = False) -> int:
     keys: list[ApiKey] | None = read_keys(config.base / config.http.keys) if config.http.keys else None
     port = bind(config.http)
 
+    def freeze_when_ready() -> None:
+        server.service.ready.wait()
+        freeze_objects()
+
     async def run() -> int:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
+        threading.Thread(target=freeze_when_ready, daemon=True).start()
         return await serve(server, port, stop)
 
     try:
         server = Server(ReplicaSet(config) if ray else Service(config), keys)
-        return asyncio.run(run())
+        with asyncio.Runner(loop_factory=make_loop) as runner:
+            return runner.run(run())
     finally:
         port.close()
 
