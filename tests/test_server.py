@@ -534,7 +534,9 @@ def test_a_server_that_ends(folder, tmp_path):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     waits.join()
-    assert answers[0].status == 200 and process.wait(60) == 0, process.stderr.read()
+    code, log = process.wait(60), process.stderr.read()
+    assert answers[0].status == 200 and code == 0, log
+    assert "ready" in log and "Started server process" not in log  # uvicorn's own
     process.stderr.close()
     for place, state in ((folder, "done"), (tmp_path, "failed")):
         found = Jobs(JobSettings(dir="jobs"), place).find(job, ANYBODY)

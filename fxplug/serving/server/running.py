@@ -51,7 +51,7 @@ def bind(http: HttpSettings) -> socket.socket:
 
 def make_loop() -> asyncio.AbstractEventLoop:
     """Make the loop of a server: uvloop's where there is one."""
-    factory = uvicorn.Config("").get_loop_factory()
+    factory = uvicorn.Config("", log_config=None).get_loop_factory()
     return factory() if factory is not None else asyncio.new_event_loop()
 
 
