@@ -17,7 +17,7 @@ import pytest
 import small
 import torch
 import yaml
-from huggingface_hub import constants, hf_hub_download, snapshot_download
+from huggingface_hub import constants, hf_hub_download, scan_cache_dir, snapshot_download
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -240,10 +240,12 @@ def adapted(source):
     return module
 
 
-def check_blobs():
-    """Each file of the cache has the digest that it is kept under."""
+def check_cache():
+    """Each file of the cache has the digest that it is kept under, and huggingface_hub reads it."""
     blobs = list(Path(constants.HF_HUB_CACHE).glob("*/blobs/*"))
     assert blobs and all(hashlib.sha256(path.read_bytes()).hexdigest() == path.name for path in blobs)
+    report = scan_cache_dir(constants.HF_HUB_CACHE)
+    assert not report.warnings and all("main" in repo.refs for repo in report.repos)
 
 
 def test_a_branch_that_moves_while_it_is_read_is_one_commit_whole(hub, monkeypatch):
@@ -259,7 +261,7 @@ def test_a_branch_that_moves_while_it_is_read_is_one_commit_whole(hub, monkeypat
     hub.repos[NAME].commits.extend(zip(commits, versions, strict=True))
     for commit, module in zip(commits, modules, strict=True):
         assert torch.equal(fxplug.load(NAME, revision=commit)(X), module(X))
-    check_blobs()
+    check_cache()
 
 
 @pytest.mark.parametrize("source", ["user/peft", "user/peft/adapter_model.safetensors", "user/peft@main"])
@@ -275,7 +277,7 @@ def test_an_adapter_of_a_branch_that_moves_has_the_configuration_of_its_weights(
     for _ in range(2):
         found = adapted(source)(X)
         assert any(torch.equal(found, one) for one in expected)
-    check_blobs()
+    check_cache()
 
 
 # --- what is never fetched, and what is refused
