@@ -398,6 +398,37 @@ def test_a_layer_whose_places_are_not_known_is_refused():
     assert [new.get_submodule(f"lora.{n}.GatheredLora").level for n in ("first", "pooled", "text", "after")] == [1, 0, 0, 1]
 
 
+MOVERS = {
+    "adjoint": lambda x, words: x.adjoint(),
+    "pad": lambda x, words: F.pad(x, (0, 0, 1, -1)),
+    "channel_shuffle": lambda x, words: F.channel_shuffle(x[..., None], 4).squeeze(3),
+    "cdist": lambda x, words: torch.cdist(words, x),
+    "linear": lambda x, words: F.linear(words, x[0]),
+    "addbmm": lambda x, words: words + torch.addbmm(words[0], words, x),
+    "matmul": lambda x, words: words @ x,
+    "baddbmm": lambda x, words: torch.baddbmm(x, words, words),
+}
+
+
+class Moved(nn.Module):
+    """Tokens of 4 x 4 places, as many as there are channels and words, in a function and then a layer."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.function, self.first, self.layer = MOVERS[name], nn.Conv2d(16, 16, 1), nn.Linear(16, 16)
+
+    def forward(self, x, words):
+        tokens = self.first(x).flatten(2).transpose(1, 2)
+        return tokens + self.layer(self.function(tokens, words))
+
+
+@pytest.mark.parametrize("name", MOVERS)
+def test_a_layer_behind_a_function_that_moves_places_is_refused(name):
+    gm = fxplug.trace(small.seeded(lambda: Moved(name)).eval(), (noise(2, 16, 4, 4), noise(2, 16, 16)))
+    with pytest.raises(SpecError, match="layer: where its result .* has the places of the picture is not known"):
+        fxplug.apply(gm, fxplug.load_pass("lora", at="layer", rank=1, slots=1, per_sample=1, regions=True))
+
+
 @pytest.mark.slow
 def test_words_have_no_places_and_videos_are_refused():
     words = fxplug.trace(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4)).eval(), torch.arange(6).view(2, 3))

@@ -6,9 +6,11 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import fx, nn
 
 from ..core.ir import functions, ops
@@ -49,6 +51,16 @@ STRAY = (
     "grid_sample", "fold", "unfold", "repeat_interleave", "inverse", "outer", "setitem", "conv1d", "conv3d", "conv2d",
     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "tensordot", "addmm", "kron", "cross", "stack", "repeat",
     "tile", "copy", "put_members", "as_strided", "multi_head_attention_forward", "narrow", "select", "diff", "bilinear",
+)  # fmt: skip
+# functions beside torch's own pointwise ones that leave what comes of each place where it is
+LOCAL = (
+    "edge", "to", "type", "float", "half", "double", "bfloat16", "contiguous", "clone", "detach", "expand", "real",
+    "imag", "conj", "complex", "polar", "softmax", "log_softmax", "softmin", "cumsum", "cumprod", "layer_norm",
+    "rms_norm", "group_norm", "batch_norm", "instance_norm", "normalize", "dropout", "dropout1d", "dropout2d",
+    "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "truediv", "floordiv", "mod", "pos", "invert",
+    "true_divide", "floor_divide", "divide", "multiply", "subtract", "negative", "absolute", "hardswish", "prelu",
+    "softsign", "logsigmoid", "tanhshrink", "glu", "not", "long", "int", "bool", "cpu", "cuda", "type_as", "expand_as",
+    "triu", "tril",
 )  # fmt: skip
 MADE = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full",
         "new_empty", "new_tensor")  # fmt: skip
@@ -148,6 +160,8 @@ class _PlaceSearch:
             return self.of_item(node, first)
         if name in ("cat", "concat", "concatenate"):
             return self.of_cat(node)
+        if name == "baddbmm" and self.get(first) not in (None, NONE):
+            return LOST  # what the product is added to
         if name in PRODUCTS:
             return self.of_product([value for value in node.args if isinstance(value, fx.Node)][-2:], shape)
         if name == "einsum":
@@ -162,14 +176,14 @@ class _PlaceSearch:
         if name in STRAY or "fft" in name or not _is_known(node, self.root):
             return LOST
         if own is None or own in (NONE, LOST):
-            return self.of_operands(given, shape)
+            return self.of_operands(given, shape) if node.op == "call_module" or _is_local(name) else LOST
         old = first.meta["shape"]
         if node.op == "call_module":
             return self.of_module(self.root.get_submodule(str(node.target)), own, old, given, shape)
         if name in MOVED:
             moved = find_order(node, len(old))
             return LOST if moved is None else replace(own, dims=tuple(moved.index(dim) for dim in own.dims))
-        if name in RESHAPED:
+        if name in (*RESHAPED, "view_as", "reshape_as"):
             return self.reshaped(own, old, shape)
         if name in REDUCED:
             return self.reduced(node, own, old, shape)
@@ -181,7 +195,11 @@ class _PlaceSearch:
             return self.pooled(own, shape, *node.args[1:], **node.kwargs)
         if name in ("interpolate", "adaptive_avg_pool2d", "adaptive_max_pool2d", "pixel_shuffle", "pixel_unshuffle"):
             return self.resized(own, shape, name)
-        return self.of_operands(given, shape)
+        if name == "pad":
+            return self.padded(own, len(old), node.kwargs.get("pad", node.args[1] if len(node.args) > 1 else None))
+        if name == "channel_shuffle":
+            return LOST if 1 in own.dims else own
+        return self.of_operands(given, shape) if _is_local(name) else LOST
 
     def of_module(
         self, module: Any, own: PlaceDims, old: Sequence[int], given: list[fx.Node], shape: Sequence[int]
@@ -202,8 +220,12 @@ class _PlaceSearch:
             return self.reshaped(own, old, shape)
         if "Embedding" in kinds:
             return own if list(shape[:-1]) == list(old) else LOST
-        if any(kind in kinds for kind in ("Linear", "TransposedLinear", "Bilinear")):
+        if any(kind in kinds for kind in ("Linear", "TransposedLinear", "Bilinear", "TransformerEncoderLayer")):
             return self.mixed(own, old, shape)
+        if any("Pad" in kind for kind in kinds):
+            return self.padded(own, len(old), module.padding)
+        if {"Fold", "Unfold"} & {*kinds} or ("ChannelShuffle" in kinds and 1 in own.dims):
+            return LOST
         return self.of_operands(given, shape)
 
     # --- kinds of operations
@@ -280,6 +302,13 @@ class _PlaceSearch:
             steps.append((1, 0, 1) if stride == 1 and add == 0 else (1, add, stride))
         return self.stepped(own, steps)
 
+    def padded(self, own: PlaceDims, dims: int, amounts: Any) -> PlaceDims:
+        """Return the places after padding, two amounts for each dimension from the last on: one that adds and takes away moves
+        them."""
+        if not isinstance(amounts, (list, tuple)):
+            return LOST
+        return LOST if any(any(amounts[2 * (dims - 1 - dim) :][:2]) for dim in own.dims) else own
+
     def pooled(self, own: PlaceDims, shape: Sequence[int], kernel_size: Any, stride: Any = None, padding: Any = 0, *more: Any,
                **named: Any) -> PlaceDims:  # fmt: skip
         given = kernel_size, kernel_size if stride is None or stride == [] else stride
@@ -320,6 +349,7 @@ class _PlaceSearch:
         """Return the places of a product: those of the first factor's rows, or else of the second's columns."""
         if len(factors) < 2 or LOST in map(self.get, factors):
             return LOST
+        placed = 0
         for factor, inner in zip(factors, (1, 2), strict=True):
             own = self.get(factor)
             if own is None or own == NONE:
@@ -329,7 +359,8 @@ class _PlaceSearch:
                 return self.moved(own, factor, shape)
             if len(own.dims) > 1:
                 return LOST
-        return NONE
+            placed += 1
+        return LOST if placed == 1 else NONE  # a matrix that knows of no places mixes them
 
     def of_einsum(self, node: fx.Node) -> PlaceDims:
         equation, factors = node.args[0], [value for value in node.args[1:] if isinstance(value, fx.Node)]
@@ -429,6 +460,14 @@ def writes(node: fx.Node) -> bool:
 
 def _name(node: fx.Node) -> str:
     return "" if node.op == "call_module" else functions.get_short_name(node.target).strip("_")
+
+
+@cache
+def _is_local(name: str) -> bool:
+    """Return whether each entry of a function's result is where the entries are that it is made of."""
+    found = [getattr(torch.ops.aten, each, None) for each in (name, f"{name}_", f"bitwise_{name}")]
+    tags = (getattr(one, each).tags for one in found if one is not None for each in one.overloads())
+    return name in LOCAL or any(torch.Tag.pointwise in each for each in tags)
 
 
 def _is_known(node: fx.Node, root: nn.Module) -> bool:
