@@ -441,6 +441,10 @@ def test_words_have_no_places_and_videos_are_refused():
     packed = fxplug.trace(case.build().eval(), *case.inputs(batch=2))
     with pytest.raises(SpecError, match="'hidden_states', is .* as of a video"):
         fxplug.apply(packed, fxplug.load_pass("lora", at="**.to_q", rank=1, slots=1, per_sample=1, regions=True))
+    case = next(case for case in zoo.cases() if case.name == "diffusers/Ideogram4Transformer2DModel")
+    mixed = fxplug.trace(case.build().eval(), *case.inputs(batch=2))
+    with pytest.raises(SpecError, match="'hidden_states', is .* with words among the tokens"):
+        fxplug.apply(mixed, fxplug.load_pass("lora", at="**.to_q", rank=1, slots=1, per_sample=1, regions=True))
     video = fxplug.trace(nn.Conv3d(2, 2, 3, padding=1).eval(), noise(1, 2, 4, 6, 6))
     with pytest.raises(SpecError, match="as of a video"):
         fxplug.apply(video, fxplug.load_pass("lora", at="**", rank=1, slots=1, per_sample=1, regions=True))

@@ -41,7 +41,7 @@ def check_latents(gm: nn.Module, latents: str) -> bool:
         Whether there are places at all: not in a model of words, (batch, tokens).
 
     Raises:
-        SpecError: For an input that has none, such as a video.
+        SpecError: For an input that has none, such as a video, or words among its tokens.
     """
     graph: Any = gm.graph
     shape = next(node.meta["shape"] for node in graph.nodes if node.name == latents)
@@ -49,13 +49,15 @@ def check_latents(gm: nn.Module, latents: str) -> bool:
         return False
     names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
     video = len(shape) == 5 or (len(shape) == 3 and any("frame" in name or "video" in name for name in names))
-    if len(shape) == 3 and not video:
+    mixed = len(shape) == 3 and any("indicator" in name for name in names)  # which tokens are words and which the picture's
+    if len(shape) == 3 and not video and not mixed:
         found = find_places(graph, gm, latents)
         results = [found.get(node.name, NONE) for node in graph.output_node().all_input_nodes]
         if any(len(one.dims) == 1 and not one.text for one in results):
             return True
     if len(shape) != 4:
-        name, of = latents.removeprefix("in_"), " as of a video" if video else ""
+        name = latents.removeprefix("in_")
+        of = " as of a video" if video else " with words among the tokens" if mixed else ""
         raise SpecError(
             f"regions are places of a picture, and the input with the samples, '{name}', is {list(shape)}{of}: name the "
             "latents, (batch, channels, height, width), or tokens (batch, tokens, channels) that the model gives back, with "
