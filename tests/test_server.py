@@ -33,6 +33,7 @@ from PIL import Image
 from fxplug.core.errors import SpecError
 from fxplug.serving import Engine, Request
 from fxplug.serving.offloading import ModelOffload
+from fxplug.serving.parked import Cancelled
 from fxplug.serving.server.application import Server
 from fxplug.serving.server.errors import RequestError
 from fxplug.serving.server.jobs import RESTARTED, Jobs
@@ -41,6 +42,7 @@ from fxplug.serving.server.pictures import Preview, encode_picture
 from fxplug.serving.server.running import bind, make_loop, serve
 from fxplug.serving.server.server_config import JobSettings, load_server_config
 from fxplug.serving.server.service import Service, freeze_objects
+from fxplug.serving.tickets import Ticket
 
 CONFIG = """
 model: served:make
@@ -555,3 +557,19 @@ def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+def test_a_ticket_ends_once():
+    """Of two that end it at once, one says how and with what."""
+    for _ in range(10):
+        ticket = Ticket(None, lambda: False)
+        ends = [{"result": 1}, {"error": Cancelled("late")}]
+        threads = [threading.Thread(target=ticket.finish, kwargs=end) for end in ends]
+        with ticket._lock:
+            for each in threads:
+                each.start()
+                time.sleep(0.005)
+        for each in threads:
+            each.join()
+        found = ticket.state, ticket._result, ticket._error
+        assert found in (("done", 1, None), ("cancelled", None, ends[1]["error"]))

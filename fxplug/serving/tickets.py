@@ -158,11 +158,14 @@ class Ticket:
                 return
             if state == "running" and self.taken is None:
                 self.taken = time.monotonic()
-            self.state, self.step, self.of = state, step, of
-            if state in ENDS:
-                self._end.set()  # before it is told, whereupon the result is asked for
-            for listen in self._listeners:
-                listen(TicketEvent(state, step, of))
+            self._tell(state, step, of)
+
+    def _tell(self, state: TicketState, step: int, of: int) -> None:
+        self.state, self.step, self.of = state, step, of
+        if state in ENDS:
+            self._end.set()  # before it is told, whereupon the result is asked for
+        for listen in self._listeners:
+            listen(TicketEvent(state, step, of))
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
         """End it with a result or an error, once.
@@ -171,7 +174,8 @@ class Ticket:
             result: What the pipeline gave.
             error: What it raised, or Cancelled.
         """
-        if not self._end.is_set():
-            self._result, self._error = result, error
-            state: TicketState = "done" if error is None else "cancelled" if isinstance(error, Cancelled) else "failed"
-            self.move(state, self.step, self.of)
+        state: TicketState = "done" if error is None else "cancelled" if isinstance(error, Cancelled) else "failed"
+        with self._lock:  # of two that end it at once one says how, and with what
+            if self.state not in ENDS:
+                self._result, self._error = result, error
+                self._tell(state, self.step, self.of)
