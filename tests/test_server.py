@@ -253,6 +253,13 @@ def test_streams_and_jobs_tell_each_step(client):
     assert client.events(f"/v1/jobs/{job['id']}/events")[-1]["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("previews", [0, 1])
+def test_a_stream_whose_picture_cannot_be_sent_says_so(client, monkeypatch, previews):
+    monkeypatch.setattr("fxplug.serving.server.application.encode_picture", lambda *_: 1 / 0)
+    events = client.events("/v1/images/generations", ASK | {"stream": True, "partial_images": previews})
+    assert [(event["type"], event["error"]["code"]) for event in events] == [("error", "failed")]
+
+
 def test_who_leaves_or_cancels_takes_no_more_steps(client):
     long = json.dumps(ASK | {"call": {"num_inference_steps": 60}})
     status, job = client.json("/v1/jobs", long)

@@ -222,18 +222,18 @@ class Server:
 
         async def send() -> AsyncIterator[bytes]:
             task = self._keep(asyncio.ensure_future(watch()))
+            facts: dict[str, Any] = {}
             try:
-                while (item := await previews.get()) is not None:
-                    raw, _ = await asyncio.to_thread(encode_picture, [item[1]], order.format)
-                    text = {"b64_json": encode_base64(raw), "partial_image_index": item[0], "created_at": int(time.time())}
-                    yield _event(f"{kind}.partial_image", text)
-                await task
-                facts: dict[str, Any] = {}
                 try:
+                    while (item := await previews.get()) is not None:
+                        raw, _ = await asyncio.to_thread(encode_picture, [item[1]], order.format)
+                        text = {"b64_json": encode_base64(raw), "partial_image_index": item[0], "created_at": int(time.time())}
+                        yield _event(f"{kind}.partial_image", text)
+                    await task
                     for row in await self._collect(accepted, request.state.id, facts):
                         yield _event(f"{kind}.completed", {**row, "created_at": int(accepted.created)})
-                except RequestError as error:
-                    yield _event("error", error.describe())
+                except Exception as error:  # each has an event
+                    yield _event("error", self._convert_error(error, request.state.id).describe())
                 log_request(id=request.state.id, path=request.url.path, event="end of stream", **facts)
             finally:  # whoever leaves
                 accepted.cancel()
