@@ -354,6 +354,16 @@ def test_jobs_that_are_read_again_are_bounded_and_forgotten_in_turn(tmp_path, mo
     assert {*later.jobs} == {job.id for job in made[:2]}
 
 
+def test_a_job_whose_file_cannot_be_deleted_is_forgotten(tmp_path, caplog):
+    jobs = Jobs(JobSettings(dir="jobs", keep_s=1e-9), tmp_path)
+    job = jobs.add("")
+    jobs.finish(job, "done", [], None)
+    shutil.rmtree(tmp_path / "jobs")
+    (tmp_path / "jobs").touch()
+    jobs.store_picture(b"x", "image/png", ANYBODY)
+    assert not jobs.jobs and "is not deleted" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_body_that_does_not_come_and_a_stream_that_is_not_read(client, monkeypatch):
     monkeypatch.setattr("fxplug.serving.server.application.SEND", 0.2)

@@ -204,7 +204,10 @@ class Jobs:
     def _drop(self, name: str) -> None:
         self._bytes -= self._ended.pop(name, (0.0, 0))[1]
         if self.pictures.pop(name, None) is None and self.jobs.pop(name, None) is not None and self.folder is not None:
-            (self.folder / f"{name}.json").unlink(missing_ok=True)
+            try:
+                (self.folder / f"{name}.json").unlink(missing_ok=True)
+            except OSError as error:  # whoever asks for something now has nothing to do with that
+                LOG.warning("the job %s is not deleted: %s", name, error.strerror)
 
     def finish(self, job: PictureJob, state: str, data: list[dict[str, Any]] | None, error: dict[str, Any] | None) -> None:
         """End a job with its result, or with what went wrong."""
