@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import pickle
@@ -21,15 +22,18 @@ import pytest
 from test_server import ASK, Client, free_port, write_folder
 
 from fxplug.config.cli.verbs import message
+from fxplug.serving.adapter_index import AdapterInfo
 from fxplug.serving.parked import Cancelled
 from fxplug.serving.server.application import Server
 from fxplug.serving.server.bodies import read_order
+from fxplug.serving.server.errors import RequestError
 from fxplug.serving.server.keys import ANYBODY
-from fxplug.serving.server.replica import MadePreview, Replica, TicketChange
-from fxplug.serving.server.replicas import ReplicaSet
+from fxplug.serving.server.replica import MadePreview, Replica, ReplicaState, TicketChange
+from fxplug.serving.server.replicas import RemoteFolder, ReplicaSet
 from fxplug.serving.server.running import run_server
 from fxplug.serving.server.server_config import load_server_config
 from fxplug.serving.server.service import Service
+from fxplug.serving.server.uploads import put_file
 
 SMALL = {"object_store_memory": 80 << 20, "include_dashboard": False}
 SET = ["engine.rows=4", "engine.buckets=[8]", "engine.queue=64", "limits.steps=400", "ray.gpus=0"]  # one bucket: equal bits
@@ -257,6 +261,25 @@ def test_requests_go_to_a_replica_that_holds_their_adapters(pair, folder):
     time.sleep(1)
     read = [len(one.state.names.intersection(NAMES)) for one in replicas]
     assert min(read) > 5 and sum(read) <= 30  # by turns they read 37
+
+
+@pytest.mark.slow
+def test_a_replica_that_ends_keeps_nobody_from_adding_adapters(cluster, tmp_path):
+    """The others say whether a file fits; where there are none, it is not kept."""
+    import ray
+
+    class Looker:
+        def look(self, refresh):
+            return ReplicaState("", (0, 0), (0, 0), 1, [AdapterInfo("new")], frozenset(), frozenset())
+
+    here, gone = (SimpleNamespace(actor=ray.remote(num_cpus=0)(Looker).remote()) for _ in range(2))
+    ray.kill(gone.actor)
+    put_file(io.BytesIO(b"x"), "new", RemoteFolder(tmp_path, [gone, here]))
+    (tmp_path / "new.safetensors").unlink()
+    for left in ([gone], []):
+        with pytest.raises(RequestError, match="no replica could look") as caught:
+            put_file(io.BytesIO(b"x"), "new", RemoteFolder(tmp_path, left))
+        assert caught.value.status == 503 and not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow

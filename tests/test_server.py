@@ -20,6 +20,8 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -365,11 +367,15 @@ def test_a_job_whose_file_cannot_be_deleted_is_forgotten(tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_a_body_that_does_not_come_and_a_stream_that_is_not_read(client, monkeypatch):
+def test_a_body_that_does_not_come_and_a_stream_that_is_not_read(client, folder, monkeypatch):
     monkeypatch.setattr("fxplug.serving.server.application.SEND", 0.2)
-    with socket.create_connection(client.address) as raw:
-        raw.sendall(b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-        assert raw.recv(99).startswith(b"HTTP/1.1 408")
+    monkeypatch.setattr(client.server, "keys", read_keys(folder / "keys.txt"))
+    for path, head in (("jobs", ""), ("adapters", "Content-Type: multipart/form-data; boundary=cut\r\n")):
+        with socket.create_connection(client.address, timeout=10) as raw:
+            head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer boss\r\nContent-Length: 9\r\n{head}\r\n-"
+            raw.sendall(head.encode())
+            assert raw.recv(99).startswith(b"HTTP/1.1 408")
+    client.server.keys = None
     job = client.json("/v1/jobs", ASK)[1]["id"]
     deaf = socket.socket()
     deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
@@ -456,6 +462,35 @@ def test_uploads(client, folder):
     assert outside == [] and sorted(path.name for path in (folder / "adapters").iterdir() if path.suffix != ".json") == [
         f"{name}.safetensors" for name in ("broken", "film", "ink", "secret")
     ]
+
+
+def test_uploads_of_one_name_at_once(client, folder, monkeypatch):
+    """Of several files one is taken, and whoever sent one that does not fit changes nothing of that."""
+    monkeypatch.setattr(client.server, "keys", read_keys(folder / "keys.txt"))
+    monkeypatch.setattr(client, "key", "boss")
+    monkeypatch.setattr("starlette.formparsers.MultiPartParser.spool_max_size", 1)  # as large ones are
+    good = (folder / "adapters/ink.safetensors").read_bytes()
+    for _ in range(5):
+        with ThreadPoolExecutor(3) as pool:
+            answers = [status for status, _ in pool.map(partial(upload, client, "twin"), (good, good[:-50], good))]
+        assert answers.count(201) == 1 and {*answers} <= {201, 400, 409}
+        assert client.json("/v1/adapters/twin", method="DELETE")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw"),
+    [
+        ("multipart/form-data", b"x"),
+        ("multipart/form-data; boundary=cut", b"--cux\r\n\r\n"),
+        ("multipart/form-data; boundary=cut", b"--cut\r\nContent-Disposition: form-data\r\n\r\nx\r\n--cut--\r\n"),
+        ("application/x-www-form-urlencoded", b"a=1&" * 9),
+    ],
+)
+def test_an_upload_that_is_no_form(client, folder, monkeypatch, kind, raw):
+    monkeypatch.setattr(client.server, "keys", read_keys(folder / "keys.txt"))
+    monkeypatch.setattr(client, "key", "boss")
+    status, found = client.json("/v1/adapters", raw, headers={"Content-Type": kind})
+    assert status == 400 and "is not multipart/form-data" in found["error"]["message"]
 
 
 def test_the_client_of_openai(client):

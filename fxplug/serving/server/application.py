@@ -52,6 +52,7 @@ class Server:
         self.jobs = Jobs(self.config.jobs, self.config.base)
         self.metrics = Metrics(service)
         self.tasks: set[asyncio.Task[None]] = set()
+        self.uploading = asyncio.Lock()  # one client at a time changes the folder of adapters
 
     def make_application(self) -> Starlette:
         """Make the ASGI application."""
@@ -355,7 +356,8 @@ class Server:
         """Put the adapter of a multipart body (`file`, `name`) into the folder."""
         self._check_uploads(key)
         assert self.service.store is not None
-        name = await add_adapter_file(request, self.service.store, self.config.limits.upload_mib << 20)
+        limit = self.config.limits.upload_mib << 20
+        name = await add_adapter_file(request, self.service.store, limit, SEND, self.uploading)
         return JSONResponse(self._describe_adapter(self._find_adapter(name, key)), 201)
 
     async def remove_adapter(self, request: Request, key: ApiKey) -> Response:
@@ -363,7 +365,8 @@ class Server:
         self._check_uploads(key)
         info = self._find_adapter(request.path_params["name"], key)
         assert self.service.store is not None
-        await asyncio.to_thread(delete_adapter_file, self.service.store, info.name)
+        async with self.uploading:
+            await asyncio.to_thread(delete_adapter_file, self.service.store, info.name)
         return JSONResponse({"id": info.name, "deleted": True})
 
     # --- operators

@@ -80,14 +80,18 @@ class RemoteFolder:
         return folder if (folder / CONFIG).is_file() else self.folder / f"{name}{LAST}"
 
     def refresh(self) -> None:
-        """Let all replicas look at the folder now."""
+        """Let all replicas look at the folder now; one that ends meanwhile need not. Raises RequestError where none has."""
         import ray
 
-        try:
-            for state in ray.get([one.actor.look.remote(refresh=True) for one in [*self._replicas]], timeout=DEAF):
-                self.note(state)
-        except ray.exceptions.RayError as error:
-            raise FxplugError(f"a replica could not look at the adapters: {get_first_line(error)}") from None
+        looked, why = 0, "none is ready"
+        for state in [one.actor.look.remote(refresh=True) for one in [*self._replicas]]:
+            try:
+                self.note(ray.get(state, timeout=DEAF))
+                looked += 1
+            except ray.exceptions.RayError as error:
+                why = _describe(error)
+        if not looked:
+            raise RequestError(f"no replica could look at the adapters: {why}", 503, code="no_replica", retry=10)
 
     def check(self, adapters: Mapping[str, Any]) -> None:
         """Check that adapters are there and fit. Raises SpecError if not."""
