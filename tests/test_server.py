@@ -436,6 +436,9 @@ def test_no_answer_has_the_place_of_the_adapters(client, folder):
     store = client.server.service.store
     error = client.server._convert_error(SpecError(f"no adapter file or folder '{store.folder}/ink.safetensors'"), "1")
     assert str(error) == "no adapter file or folder 'ink.safetensors'"
+    with pytest.raises(SpecError) as caught:
+        store.get_path("inc")
+    assert str(client.server._convert_error(caught.value, "1")) == "no adapter 'inc' (did you mean 'ink'?)"
 
 
 def test_uploads(client, folder):

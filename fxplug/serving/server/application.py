@@ -131,7 +131,7 @@ class Server:
     def _hide_folder(self, text: str) -> str:
         """Take the place of the adapters on this machine out of a text: clients know names alone."""
         store = self.service.store
-        return text if store is None else text.replace(f"{store.folder}/", "")
+        return text if store is None else text.replace(f"{store.folder}/", "").replace(f" in {store.folder}", "")
 
     # --- pictures
 
