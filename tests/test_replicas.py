@@ -33,7 +33,7 @@ from fxplug.serving.server.replicas import RemoteFolder, ReplicaSet
 from fxplug.serving.server.running import run_server
 from fxplug.serving.server.server_config import load_server_config
 from fxplug.serving.server.service import Service
-from fxplug.serving.server.uploads import put_file
+from fxplug.serving.server.uploads import delete_adapter_file, put_file
 
 SMALL = {"object_store_memory": 80 << 20, "include_dashboard": False}
 SET = ["engine.rows=4", "engine.buckets=[8]", "engine.queue=64", "limits.steps=400", "ray.gpus=0"]  # one bucket: equal bits
@@ -265,12 +265,14 @@ def test_requests_go_to_a_replica_that_holds_their_adapters(pair, folder):
 
 @pytest.mark.slow
 def test_a_replica_that_ends_keeps_nobody_from_adding_adapters(cluster, tmp_path):
-    """The others say whether a file fits; where there are none, it is not kept."""
+    """The others say whether a file fits; where there are none, it is not kept. One is deleted in any case."""
     import ray
+
+    state = ReplicaState("", (0, 0), (0, 0), 1, [AdapterInfo("new")], frozenset(), frozenset())
 
     class Looker:
         def look(self, refresh):
-            return ReplicaState("", (0, 0), (0, 0), 1, [AdapterInfo("new")], frozenset(), frozenset())
+            return state
 
     here, gone = (SimpleNamespace(actor=ray.remote(num_cpus=0)(Looker).remote()) for _ in range(2))
     ray.kill(gone.actor)
@@ -280,6 +282,12 @@ def test_a_replica_that_ends_keeps_nobody_from_adding_adapters(cluster, tmp_path
         with pytest.raises(RequestError, match="no replica could look") as caught:
             put_file(io.BytesIO(b"x"), "new", RemoteFolder(tmp_path, left))
         assert caught.value.status == 503 and not [*tmp_path.iterdir()]
+        (tmp_path / "new.safetensors").touch()
+        known = RemoteFolder(tmp_path, left)
+        known.note(state)
+        for _ in range(2):  # the list is an old one until there is a replica
+            delete_adapter_file(known, "new")
+        assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow

@@ -117,7 +117,8 @@ def delete_adapter_file(store: AdapterFolder, name: str) -> None:
     """
     path: Path = store.get_path(name)
     try:
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
     except OSError as error:
         raise RequestError(f"the adapter cannot be deleted: {error.strerror}", 503, code="no_space") from None
-    store.refresh()
+    with suppress(RequestError):  # without a replica: the next one looks by itself
+        store.refresh()
