@@ -366,6 +366,20 @@ def test_a_job_whose_file_cannot_be_deleted_is_forgotten(tmp_path, caplog):
     assert not jobs.jobs and "is not deleted" in caplog.text
 
 
+def test_a_head_without_end_is_refused(client):
+    """Also that of a further request; the bytes of bodies do not count."""
+    large = b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Length: 900000\r\n\r\n" + b"x" * 900_000
+    chunked = b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    get = b"GET /health HTTP/1.1\r\n"
+    for before, endless in ((get, b"X: y\r\n"), (get + b"X: ", b"y"), (large + get, b"X: y\r\n"), (chunked, b"X: y\r\n")):
+        with socket.create_connection(client.address, timeout=10) as raw, pytest.raises(ConnectionError):
+            raw.sendall(before)
+            for _ in range(300):
+                raw.sendall(endless * (100_000 // len(endless)))
+    assert client.send("/v1/jobs", large[-900_000:]).status == 400
+    assert client.send("/health", headers={"X": "y" * 30_000}).status == 200
+
+
 @pytest.mark.slow
 def test_a_body_that_does_not_come_and_a_stream_that_is_not_read(client, folder, monkeypatch):
     monkeypatch.setattr("fxplug.serving.server.application.SEND", 0.2)

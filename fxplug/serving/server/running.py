@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ...core.errors import SpecError
 from .application import Server
@@ -23,6 +24,30 @@ from .service import Service, freeze_objects
 LOG = logging.getLogger("fxplug.serving")
 LOOK = 0.5  # seconds between two looks at the engine
 LAST = 5  # seconds that open connections have at the end
+HEAD = 1 << 16  # bytes of a request that are not of its body
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, which by itself reads the head of a request, and what follows its body, however long they are."""
+
+    _head = 0  # bytes that came since a request began or a part of its body came, without those that came with it
+
+    def data_received(self, data: bytes) -> None:
+        """Read what has come, and refuse a head that is too long."""
+        self._head += len(data)
+        super().data_received(data)
+        if self._head > HEAD and not self.transport.is_closing():
+            self.send_400_response(f"The head of the request has more than {HEAD} bytes.")
+
+    def on_message_begin(self) -> None:
+        """Count from here."""
+        self._head = 0
+        super().on_message_begin()
+
+    def on_body(self, body: bytes) -> None:
+        """Count from here."""
+        self._head = 0
+        super().on_body(body)
 
 
 class QuietServer(uvicorn.Server):
@@ -133,8 +158,9 @@ async def serve(server: Server, port: socket.socket, stop: asyncio.Event) -> int
     """
     service, seconds = server.service, server.config.http.drain_s
     settings = uvicorn.Config(
-        server.make_application(), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=LAST
-    )
+        server.make_application(), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=LAST,
+        http=BoundedProtocol,
+    )  # fmt: skip
     http = QuietServer(settings)
     running = asyncio.ensure_future(http.serve(sockets=[port]))
     LOG.info("listening on http://%s:%d", *port.getsockname()[:2])
