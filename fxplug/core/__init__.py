@@ -41,6 +41,7 @@ LIBRARIES = {
     "onnxscript": Library("writing ONNX files", "onnxscript", extra="onnx"),
     "starlette": Library("the endpoints of a server", "starlette", extra="serve"),
     "uvicorn": Library("HTTP", "uvicorn", extra="serve"),
+    "httptools": Library("reading HTTP", "httptools", extra="serve"),
     "prometheus-client": Library("the counters of a server", "prometheus_client", extra="serve"),
     "python-multipart": Library("uploads to a server", "python_multipart", extra="serve"),
     "ray": Library("a server on several machines", "ray", "2.60", "2.60", "ray"),
