@@ -33,7 +33,7 @@ from diffusers import ControlNetModel
 from PIL import Image
 
 from fxplug.core.errors import SpecError
-from fxplug.serving import Engine, Request
+from fxplug.serving import Engine, Region, Request
 from fxplug.serving.offloading import ModelOffload
 from fxplug.serving.parked import Cancelled
 from fxplug.serving.server.application import Server
@@ -280,6 +280,13 @@ def test_who_leaves_or_cancels_takes_no_more_steps(client):
     assert client.server.service.engine.count_denoiser_calls()[0] - before < 80
 
 
+def test_more_pictures_than_the_queue_holds_are_refused(client, monkeypatch):
+    config = client.server.config
+    engine = config.engine.model_copy(update={"queue": 2})
+    monkeypatch.setattr(client.server, "config", config.model_copy(update={"engine": engine}))
+    assert client.json("/v1/images/generations", ASK | {"n": 3})[1]["error"]["message"].endswith("must be 2 or less, not 3")
+
+
 def test_more_than_the_queue_holds_is_told_to_come_again(client):
     """Each request that was accepted is answered."""
     answers, nine = [], ASK | {"call": {"num_inference_steps": 9}}
@@ -453,6 +460,20 @@ def test_no_answer_has_the_place_of_the_adapters(client, folder):
     with pytest.raises(SpecError) as caught:
         store.get_path("inc")
     assert str(client.server._convert_error(caught.value, "1")) == "no adapter 'inc' (did you mean 'ink'?)"
+
+
+def test_what_ended_a_request_is_not_taken_for_what_it_asked(client, monkeypatch):
+    """An adapter that is deleted before its turn, without a hint at others; and the end of the engine."""
+    service, convert = client.server.service, client.server._convert_error
+    region = Region(mask=torch.ones(4, 4), adapters={"gone": 1.0})
+    for more in ({"adapters": {"gone": 1.0}}, {"regions": [region]}):
+        ticket = Ticket(Request(call={}, **more), None)
+        found = convert(SpecError("no adapter 'gone' (did you mean 'ink'?)"), "1", ticket)
+        assert (found.status, found.code) == (404, "adapter_not_found") and "ink" not in str(found) and "'gone'" in str(found)
+    ticket = Ticket(Request(call={}), None)
+    assert convert(RuntimeError("no such argument"), "1", ticket).status == 400
+    monkeypatch.setattr(service, "fault", "torn")
+    assert convert(RuntimeError("torn"), "1", ticket).status == 500
 
 
 def test_uploads(client, folder):

@@ -121,9 +121,14 @@ class Server:
             late = ticket is not None and not ticket.cancels
             return RequestError(str(error), 504 if late else 499, code="deadline" if late else "cancelled")
         if isinstance(error, SpecError):
+            asked = [] if ticket is None else [ticket.request.adapters, *(one.adapters for one in ticket.request.regions)]
+            if gone := {name for adapters in asked for name in adapters} - {*self.service.adapter_names()}:
+                text = f"the adapter {quote(min(gone))} was deleted before this was made, or cannot be read any more"
+                return RequestError(text, 404, code="adapter_not_found")
             found = convert_spec_error(error)
             return RequestError(self._hide_folder(str(found)), found.status, param=found.param)
-        if ticket is not None and not ticket.denoises and not isinstance(error, (MemoryError, OutOfMemoryError)):
+        ours = isinstance(error, (MemoryError, OutOfMemoryError)) or self.service.find_fault()
+        if ticket is not None and not ticket.denoises and not ours:
             return RequestError(f"the pipeline refuses this: {self._hide_folder(str(error))}", code="refused_by_pipeline")
         LOG.error("request %s failed: %s", name, "".join(traceback.format_exception(error)))
         return RequestError(f"the server failed to make this; its log says why, under {name}", 500, code="failed")

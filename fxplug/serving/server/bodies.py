@@ -139,8 +139,8 @@ def make_order(
         scheduler = _read_scheduler(body.scheduler, config, pipe)
         if body.stream and body.n > 1:
             raise SpecError("one picture is streamed at a time: leave n out", path=("n",))
-        if body.n > config.limits.n:
-            raise SpecError(f"must be {config.limits.n} or less, not {body.n}", path=("n",))
+        if body.n > (most := min(config.limits.n, config.engine.queue)):
+            raise SpecError(f"must be {most} or less, not {body.n}", path=("n",))
         first = secrets.randbelow(DRAWN - body.n) if body.seed is None else body.seed
         if first + body.n > SEEDS:
             raise SpecError("is so large that the seeds of further pictures are too large", path=("seed",))
