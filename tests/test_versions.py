@@ -20,9 +20,8 @@ RANGES = {name: library for name, library in LIBRARIES.items() if library.oldest
 def requirements():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    yield from config["options"]["install_requires"].split()
-    for extra in config["options.extras_require"].values():
-        yield from (line for line in extra.split() if not line.startswith("#"))
+    for lines in (config["options"]["install_requires"], *config["options.extras_require"].values()):
+        yield from (line for line in lines.splitlines() if line)
 
 
 def pins(file):
@@ -50,7 +49,7 @@ def test_the_newest_versions_are_those_of_the_constraints():
 
 
 def test_every_requirement_is_pinned():
-    names = {re.split(r"[>=[]", requirement)[0].lower() for requirement in requirements()} - {"torch", "torchvision", "fxplug"}
+    names = {re.split(r"[>=[;]", requirement)[0].lower() for requirement in requirements()} - {"torch", "torchvision", "fxplug"}
     assert {name.replace("_", "-") for name in names} <= {name.replace("_", "-") for name in pins("constraints.txt")}
 
 
