@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 import os
 import pickle
 import random
@@ -85,6 +86,8 @@ def test_without_ray(folder, monkeypatch):
     with pytest.raises(ModuleNotFoundError) as caught:
         run_server(load_server_config(folder / "serve.yaml"), ray=True)
     assert message(caught.value) == "this needs ray, which is not installed: pip install 'fxplug[ray]'\n"
+    log = logging.getLogger("fxplug.serving")  # is shown as long as a server runs
+    assert log.propagate and not log.handlers
 
 
 @pytest.mark.parametrize(

@@ -80,15 +80,23 @@ def make_loop() -> asyncio.AbstractEventLoop:
     return factory() if factory is not None else asyncio.new_event_loop()
 
 
-def show_log() -> None:
-    """Show the log of the server on stderr, from INFO on."""
-    handler = logging.StreamHandler(sys.stderr)
+@contextmanager
+def show_log() -> Iterator[None]:
+    """Show the log of the server on stderr, from INFO on, as long as the block runs."""
+    handler, level, propagate = logging.StreamHandler(sys.stderr), LOG.level, LOG.propagate
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     LOG.addHandler(handler)
     LOG.setLevel(logging.INFO)
     LOG.propagate = False
+    try:
+        yield
+    finally:
+        LOG.removeHandler(handler)
+        LOG.setLevel(level)
+        LOG.propagate = propagate
 
 
+@show_log()
 def run_server(config: ServerConfig, ray: bool = False) -> int:
     """Serve until SIGTERM or SIGINT; what is accepted by then is finished, as far as `http.drain_s` allows.
 
@@ -102,7 +110,6 @@ def run_server(config: ServerConfig, ray: bool = False) -> int:
     Raises:
         FxplugError: Where it cannot begin.
     """
-    show_log()
     keys: list[ApiKey] | None = read_keys(config.base / config.http.keys) if config.http.keys else None
     port = bind(config.http)
 
