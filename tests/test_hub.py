@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -262,6 +263,18 @@ def test_a_branch_that_moves_while_it_is_read_is_one_commit_whole(hub, monkeypat
     for commit, module in zip(commits, modules, strict=True):
         assert torch.equal(fxplug.load(NAME, revision=commit)(X), module(X))
     check_cache()
+
+
+@pytest.mark.parametrize(("revision", "kept"), [("refs/pr/1", True), ("a/../../../../x", False), ("{}/x", False)])
+def test_a_revision_is_written_below_the_refs_of_the_cache_alone(revision, kept, hub, tmp_path, monkeypatch):
+    fxplug.push(rewritten(), NAME)
+    revision, at = revision.format(tmp_path), hub_server.Repo.at
+    monkeypatch.setattr(hub_server.Repo, "at", lambda repo, asked: at(repo, "main" if asked == revision else asked))
+    pattern = hub_server.PATH.pattern.replace("(?P<rev>", f"(?P<rev>{re.escape(revision)}|")
+    monkeypatch.setattr(hub_server, "PATH", re.compile(pattern))
+    assert torch.equal(fxplug.load(NAME, revision=revision)(X), rewritten()(X))
+    refs = Path(constants.HF_HUB_CACHE, "models--user--ink", "refs")
+    assert (refs / revision).is_file() == kept and not any(path.name == "x" for path in tmp_path.rglob("*"))
 
 
 @pytest.mark.parametrize("source", ["user/peft", "user/peft/adapter_model.safetensors", "user/peft@main"])

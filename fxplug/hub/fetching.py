@@ -73,9 +73,10 @@ class Repository:
     def remember(self, pinned: Repository) -> None:
         """Write into the cache which commit the revision is, as huggingface_hub keeps it and reads it offline."""
         revision, folder = self.revision or constants.DEFAULT_REVISION, repo_folder_name(repo_id=self.name, repo_type="model")
-        if pinned == self or not pinned.revision or ".." in Path(revision).parts:
+        refs = Path(constants.HF_HUB_CACHE, folder, "refs")
+        ref = refs / revision
+        if pinned == self or not pinned.revision or ".." in ref.parts or refs not in ref.parents:
             return
-        ref = Path(constants.HF_HUB_CACHE, folder, "refs", *Path(revision).parts)
         with contextlib.suppress(OSError), replace_file(ref) as file:  # a cache that is only read stays as it is
             file.write_text(pinned.revision)
 
