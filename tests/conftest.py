@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import signal
 from pathlib import Path
@@ -91,6 +92,24 @@ def modes():
         set_modes(before)
         changed = {name: (before[name], value) for name, value in after.items() if value != before[name]}
         pytest.fail(f"modes of torch before and after: {changed}")
+
+
+@pytest.fixture(autouse=True)
+def logs():
+    """No test leaves a log of fxplug's silent or loud: later tests read what is logged."""
+    before = _read_logs()
+    yield
+    after = _read_logs()
+    for name, (level, propagate, disabled, handlers) in before.items():
+        log = logging.getLogger(name)
+        log.setLevel(level)
+        log.propagate, log.disabled, log.handlers = propagate, disabled, [*handlers]
+    assert after == before, f"logs before and after: {before}, {after}"
+
+
+def _read_logs():
+    found = {name: logging.getLogger(name) for name in ("fxplug", "fxplug.serving", "fxplug.serving.requests")}
+    return {name: (log.level, log.propagate, log.disabled, tuple(log.handlers)) for name, log in found.items()}
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import runpy
@@ -28,7 +29,14 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def output(name, capsys):
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    """What an example prints; a program of its own may set the level of a log, which later tests of this process read."""
+    logs = [logging.getLogger(name) for name in ("fxplug.serving", "diffusers")]
+    levels = [log.level for log in logs]
+    try:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    finally:
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
     return capsys.readouterr().out
 
 
