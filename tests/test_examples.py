@@ -161,12 +161,12 @@ def test_text_to_image(capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers' schedulers
-@pytest.mark.parametrize(("name", "found"), [
-    ("many_requests.py", r"old classes 100.0%, of the new 100.0%\n10 requests of 40 steps in (\d+) calls"),
-    ("load.py", r"8 pictures, \S+ a CPU second; (\d+) calls of the denoiser"),
+@pytest.mark.parametrize(("name", "more", "found"), [
+    ("many_requests.py", [], r"old classes 100.0%, of the new 100.0%\n10 requests of 40 steps in (\d+) calls"),
+    ("load.py", ["--rate", "1000"], r"8 pictures, \S+ a CPU second; (\d+) calls of the denoiser"),
 ])  # fmt: skip
-def test_an_engine_of_garments(name, found, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [name, "--quick"])
+def test_an_engine_of_garments(name, more, found, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [name, "--quick", *more])  # at once: how many come later are joined is a matter of speed
     monkeypatch.setattr(sys, "path", [*sys.path])
     text = output(name, capsys)
     assert int(re.search(found, text)[1]) <= 20, text  # one after the other 40 and more
