@@ -159,6 +159,15 @@ def test_files_that_are_new_changed_or_gone_are_seen(traced, module, tmp_path, m
         lease.end()
         with wait(store, "ink"):
             torch.testing.assert_close(change(module, ["ink"]), want(traced, module, 3))
+        kept = (tmp_path / "ink.safetensors").stat()
+        (tmp_path / "other").mkdir()
+        for seed, how in ((4, os.replace), (5, shutil.copyfile)):  # as copying tools leave it: of one size and time
+            write(tmp_path / "other", "ink", seed)
+            how(tmp_path / "other" / "ink.safetensors", tmp_path / "ink.safetensors")
+            os.utime(tmp_path / "ink.safetensors", ns=(kept.st_atime_ns, kept.st_mtime_ns))
+            store.refresh()
+            with wait(store, "ink"):
+                torch.testing.assert_close(change(module, ["ink"]), want(traced, module, seed))
         (tmp_path / "new.safetensors").unlink()
         while any(info.name == "new" for info in store.list()):
             assert time.monotonic() < end

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..core import weight_files
 from ..core.errors import SpecError, did_you_mean
+from ..core.reading import get_stamp
 from ..core.spec.addresses import select
 from .base import Block, find_attribute
 from .control import align_to_samples
@@ -123,7 +124,7 @@ def _checkpoint(weights: Mapping[str, Any] | str, root: nn.Module) -> Mapping[st
         file = Path(weights)
         if not file.is_file():
             raise SpecError(f"no such checkpoint: '{file}'")
-        key = str(file), file.stat().st_mtime_ns
+        key = str(file), get_stamp(file.stat())
         if (known := _files.get(root)) is None or known[0] != key:
             _files[root] = known = key, _read(str(file))
         weights = known[1]
@@ -139,7 +140,7 @@ def _checkpoint(weights: Mapping[str, Any] | str, root: nn.Module) -> Mapping[st
 
 
 # the last file of each model, which goes when the model does
-_files: WeakKeyDictionary[nn.Module, tuple[tuple[str, int], Mapping[str, Any]]] = WeakKeyDictionary()
+_files: WeakKeyDictionary[nn.Module, tuple[tuple[str, tuple[int, ...]], Mapping[str, Any]]] = WeakKeyDictionary()
 
 
 def _read(file: str) -> Mapping[str, Any]:

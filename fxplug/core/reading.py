@@ -109,9 +109,15 @@ def open_regular_file(
             if limit is not None and before.st_size > limit:
                 raise raises(f"has {before.st_size} bytes; the limit is {limit}; fxplug.Limits can raise it")
             yield file
-            after = os.fstat(handle)
+            after = os.fstat(handle)  # its other time changes also where another file comes in its place
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                 raise raises("changed while it was read")
+
+
+def get_stamp(found: os.stat_result) -> tuple[int, ...]:
+    """Return what tells a file from another one that was put in its place, and from itself after it was written: inode, size,
+    and the times of change in ns, of which copying tools set only the first."""
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _check_kind(found: os.stat_result, raises: Raises) -> None:

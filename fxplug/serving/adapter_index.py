@@ -19,13 +19,13 @@ from ..adapters.loading import fit_to
 from ..adapters.slots import Adapters
 from ..adapters.state import Prepared
 from ..core.errors import ArtifactError, FxplugError
-from ..core.reading import read_json
+from ..core.reading import get_stamp, read_json
 from ..core.writing import write_text
 
-INDEX, FORMAT = ".fxplug-index.json", 1
+INDEX, FORMAT = ".fxplug-index.json", 2
 LAST = ".safetensors"
 CONFIG = "adapter_config.json"
-Stamp = tuple[int, ...]  # times of change in ns and sizes
+Stamp = tuple[int, ...]  # see `get_stamp`
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _read_info(row: Any) -> AdapterInfo:
 
 
 def read_stamp(path: Path) -> Stamp:
-    """Read how an adapter looks: the time of change and the size of its file, or of those in its folder.
+    """Read how an adapter looks: the stamp of its file, or of those in its folder.
 
     Args:
         path: The file or folder.
@@ -265,4 +265,4 @@ def read_stamp(path: Path) -> Stamp:
         OSError: Where it is gone.
     """
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())
-    return tuple(n for found in [each.stat() for each in files] for n in (found.st_mtime_ns, found.st_size))
+    return tuple(n for each in files for n in get_stamp(each.stat()))

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...core.errors import format_fields
+from ...core.reading import get_stamp
 from .batch_order import Size
 from .image_files import COMPOSED, WHITE, Crop, Unreadable, crop_and_resize, read_image, read_size, rescale
 
@@ -61,7 +62,7 @@ def compute_file_digest(path: Path) -> str:
 def remember(path: Path, what: str, found: os.stat_result, work_out: Callable[[], Any]) -> Any:
     """Return what this process has worked out of a file before, unless its times, size, inode or device have changed since, or
     it was written just before."""
-    key = (what, str(path), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    key = (what, str(path), found.st_dev, *get_stamp(found))
     if key in _REMEMBERED:
         return _REMEMBERED[key]
     value = work_out()
