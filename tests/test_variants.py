@@ -94,7 +94,7 @@ def test_a_timestep_is_what_the_model_takes(traced, kind):
     gm, unet, call = traced
     for again in range(2):
         _same(gm, unet, {**call, "timestep": TIMES[kind] + 40 * again})
-    assert len(gm.variants) <= 3
+    assert len([name for name in gm.variants if "timestep" in name]) <= 3  # others are of other tests
 
 
 @pytest.mark.slow
