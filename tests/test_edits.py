@@ -127,8 +127,11 @@ def test_large_pictures_are_read_beside_the_loop_that_answers_others(client, mon
 def test_a_picture_is_turned_as_its_exif_says(client):  # noqa: F811
     exif = PICTURE.getexif()
     exif[0x0112] = 6
-    turned = encode(PICTURE.transpose(Image.Transpose.ROTATE_90), exif=exif)
+    turned, mask = (encode(one.transpose(Image.Transpose.ROTATE_90), exif=exif) for one in (PICTURE, MASK))
     assert np.array_equal(draw(client, {"image": turned}), draw(client, {"image": encode(PICTURE)}))
+    files = {"image": encode(PICTURE), "mask": encode(MASK)}
+    assert np.array_equal(draw(client, files), draw(client, {"image": turned, "mask": mask}))
+    assert np.array_equal(draw(client, {"image": encode(PICTURE, exif=b"Exi")}), draw(client, {"image": encode(PICTURE)}))
 
 
 def test_sizes_and_masks():

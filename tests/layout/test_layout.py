@@ -25,8 +25,9 @@ PACKAGE = ROOT / "fxplug"
 PATHS = {".".join(f.relative_to(PACKAGE).with_suffix("").parts): f for f in sorted(PACKAGE.rglob("*.py"))}
 # The folders and files at the top, from the ground up: each imports only from those before it, and no imports go round.
 LAYERS = """
-    core.errors core.extensions core.locks core.torch_internals core.clock core.reading core.writing core.hub_names
-    core.weight_files core.spec core.quantised core.ir core.capture blocks core.rewriter core.artifacts core.verifier
+    core.errors core.extensions core.locks core.torch_internals core.clock core.orientation core.reading core.writing
+    core.hub_names core.weight_files core.spec core.quantised core.ir core.capture
+    blocks core.rewriter core.artifacts core.verifier
     config adapters hub step_cache lowerings parallel pipelines serving exports reporting training compat __main__
 """.split()
 # what writes a graph: torch.fx's own operations, and attributes of nodes that are set

@@ -35,7 +35,7 @@ VERBS = set(
     " erase escape expand explain fill find fit fold forbid format freeze get guard guess has hold import insert is"
     " join keep learn leave limit list load locate lock log make map match may measure move multiply name need nest note open"
     " parse patch pause place plan pop prefix prepare print put quote raise read rebuild record redirect refuse rename"
-    " repeat replace report resolve restore retrace rewire run save select separate set shorten show silence sort"
+    " repeat replace report resolve restore retrace rewire rotate run save select separate set shorten show silence sort"
     " split strip summarize swap switch trace translate trim unwrap update use validate view visit warn wrap write".split()
 )
 VERBS |= set(

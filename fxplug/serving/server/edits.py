@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from PIL import Image, ImageChops, ImageOps
+from PIL import Image, ImageChops
 from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
@@ -89,7 +89,7 @@ def _make_edit(form: FormData, service: OrderTaker, key: ApiKey, files: Mapping[
     pipe = service.pipes[task]
     limits = service.config.limits
     with prefix_path("image"):
-        picture = ImageOps.exif_transpose(decode_picture(files["image"], 16 * limits.pixels))
+        picture = decode_picture(files["image"], 16 * limits.pixels)
     size = _find_size(given, picture, limits.multiple)
     given["size"] = "x".join(map(str, size))
     name = find_picture_argument(task, pipe)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from PIL import Image, ImageChops
 
 from ...core.errors import SpecError, get_first_line, quote
+from ...core.orientation import rotate_upright
 
 READER = ThreadPoolExecutor(1, "pictures")  # reads bodies beside the event loop, and one at a time: each may be large
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -19,7 +20,7 @@ DEEP = ("I", "F", "I;16", "I;16B", "I;16L")  # modes of more than eight bits, wh
 
 
 def decode_picture(data: bytes, pixels: int) -> Image.Image:
-    """Decode a picture.
+    """Decode a picture, upright.
 
     Args:
         data: A file of PNG, JPEG or WebP.
@@ -45,7 +46,7 @@ def decode_picture(data: bytes, pixels: int) -> Image.Image:
         raise SpecError(f"cannot be read as PNG, JPEG or WebP: {get_first_line(error)}") from None
     if picture.mode in DEEP:
         raise SpecError(f"has more than 8 bits a channel ({picture.mode}): save it with 8")
-    return picture
+    return rotate_upright(picture)
 
 
 def decode_base64(text: object) -> bytes:

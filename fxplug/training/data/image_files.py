@@ -15,9 +15,7 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import to_image, to_pil_image
 
 from ...core.errors import TrainError
-
-_ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 lie on their side
-_PNG_KEYS = {"exif", "Raw profile type exif", "XML:com.adobe.xmp"}  # where a PNG has it
+from ...core.orientation import PLACES, TAG, read_orientation, rotate_upright
 
 
 class Unreadable(Exception):
@@ -75,12 +73,12 @@ def read_size(source: Path | bytes) -> tuple[int, int]:
     """Return (h, w) of the upright image, from its header; (0, 0) if it cannot be read."""
     try:
         with _opened(source) as file, Image.open(file) as image:
-            if image.format == "PNG" and not image.info.keys() & _PNG_KEYS and _has_late_chunks(source):
+            if image.format == "PNG" and not image.info.keys() & {*PLACES} and _has_late_chunks(source):
                 image.load()
             w, h = image.size
             if image.format == "TIFF":  # of which PIL has turned the size already
                 w, h = image.tag_v2[256], image.tag_v2[257]  # type: ignore[attr-defined]
-            return (w, h) if _orientation(image) > 4 else (h, w)
+            return (w, h) if read_orientation(image) > 4 else (h, w)
     except Exception:  # a decoder's, as above
         return (0, 0)
 
@@ -114,8 +112,7 @@ def prepare(image: Image.Image, channels: int, background: tuple[int, int, int] 
     elif image.mode == "RGB" and isinstance(clear := image.info.get("transparency"), tuple) and max(clear) > 255:
         image = image.copy()  # 16 bits a colour, of which PIL keeps the upper 8
         image.info["transparency"] = tuple(value >> 8 for value in clear)
-    if _orientation(image) > 1:
-        image = ImageOps.exif_transpose(image)
+    image = rotate_upright(image)
     if image.has_transparency_data:
         layer = image.convert("RGBA")
         composed = Image.new("RGBA", layer.size, (*background, 255))
@@ -155,7 +152,7 @@ def _of_8_bits(image: Image.Image) -> Image.Image:
         made = ImageOps.invert(made)
     if isinstance(clear, int):
         made.putalpha(Image.fromarray(np.where(values == clear, 0, 255).astype(np.uint8)))
-    made.getexif()[_ORIENTATION] = _orientation(image)
+    made.getexif()[TAG] = read_orientation(image)
     return made
 
 
@@ -201,14 +198,6 @@ def convert_image(
 def get_stored(value: dict[str, Any]) -> bytes | Path:
     """Return the bytes or path that a Hugging Face data set has of an undecoded image."""
     return value["bytes"] if value["bytes"] is not None else Path(value["path"])
-
-
-def _orientation(image: Image.Image) -> int:
-    if image.format == "PNG" and not image.info.keys() & _PNG_KEYS:
-        return 1  # PIL would decode the whole image to look behind it
-    with contextlib.suppress(Exception):  # broken EXIF data does not make an image unreadable
-        return int(image.getexif().get(_ORIENTATION, 1))
-    return 1
 
 
 class Crop(NamedTuple):
