@@ -33,9 +33,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 def engine():
     torch.manual_seed(0)
     pipe = TinyPipeline(TinyDenoiser().eval(), DDIMScheduler(clip_sample=False))
-    slots = fxplug.load_pass("lora", at=["attn.*", "conv_in"], rank=2, slots=2, per_sample=2)
+    slots = fxplug.load_pass("lora", at=["attn.*", "conv_in"], rank=2, slots=3, per_sample=2)
     pipe = fxplug.rewrite_pipeline(pipe, passes={"unet": [slots]}, prompt="a cat", **SIZE)
-    for seed, name in enumerate(("ink", "film")):
+    for seed, name in enumerate(("ink", "film", "wash")):
         torch.manual_seed(seed)
         adapters = pipe.unet.adapters
         shapes = {"A": (2, 8), "B": (8, 2)}
@@ -141,7 +141,7 @@ def test_runs_that_are_not_in_step_are_told_and_others_go_on(engine, words):
 
 def test_a_cancelled_request_takes_its_regions_with_it(engine):
     call = {"prompt": "dog", "num_inference_steps": 9, **SIZE}
-    ticket = engine.submit(Request(call=call, seed=0, adapters={"ink": 1.0}, regions=[Region(mask=fill(0.5))] * 3))
+    ticket = engine.submit(Request(call=call, seed=0, adapters={"wash": 1.0}, regions=[Region(mask=fill(0.5))] * 3))
     for _ in range(4):
         engine.step()
     assert engine.count_requests() == (0, 1) and ticket.state == "running"
@@ -150,7 +150,7 @@ def test_a_cancelled_request_takes_its_regions_with_it(engine):
         engine.step()
     with pytest.raises(Cancelled):
         ticket.result()
-    engine.models["unet"].adapters.unload("ink")  # no pin is left
+    engine.models["unet"].adapters.unload("wash")  # no pin is left
 
 
 def test_regions_may_have_more_adapters_in_all_than_a_sample_but_not_than_there_are_slots(tmp_path):
