@@ -177,6 +177,25 @@ def test_files_that_are_new_changed_or_gone_are_seen(traced, module, tmp_path, m
                 store.lease([name])
 
 
+def test_a_lease_has_what_somebody_else_unloads_between_its_looks(traced, module, tmp_path, monkeypatch):
+    write(tmp_path, "ink", 1)
+    with AdapterStore(tmp_path, {"unet": module}) as store:
+        wait(store, "ink").end()
+        look = store._is_in_slots
+
+        def unload_after(name, stamp):
+            found = look(name, stamp)
+            if found:
+                module.adapters.unload(name)
+            return found
+
+        monkeypatch.setattr(store, "_is_in_slots", unload_after)
+        assert store.lease(["ink"]) is None
+        monkeypatch.undo()
+        with wait(store, "ink"):
+            torch.testing.assert_close(change(module, ["ink"]), want(traced, module, 1))
+
+
 def test_two_hundred_adapters_in_four_slots_by_many_threads(traced, module, tmp_path):
     for i in range(200):
         write(tmp_path, f"a{i:03}", i)

@@ -212,7 +212,10 @@ class AdapterStore:
             for name in lacking:
                 if not self._put(name, names):
                     return None
-            return self._pin(names)
+            try:
+                return self._pin(names)
+            except SpecError:  # somebody else has unloaded one since
+                return None
 
     def _is_in_slots(self, name: str, stamp: Stamp) -> bool:
         """Tell whether a version of an adapter is in slots; somebody else may have unloaded what nobody leases."""
@@ -265,11 +268,11 @@ class AdapterStore:
             for name in names:
                 loaded = self._in_slots[name] = self._in_slots.pop(name)  # the last used
                 loaded.leases += 1
-                self._wanted.pop(name, None)
                 pins.callback(self._release, loaded)  # after the pins have ended: until then it makes room for nobody
-            for slots in self._models.values():
-                here = set(slots.names)
-                pins.enter_context(slots.pin(*(name for name in names if name in here)))
+            for model, slots in self._models.items():
+                pins.enter_context(slots.pin(*(name for name in names if model in self._in_slots[name].models)))
+            for name in names:
+                self._wanted.pop(name, None)
             return Lease(names, pins.pop_all())
 
     def _release(self, loaded: SlotAdapter) -> None:
