@@ -196,6 +196,22 @@ def test_a_lease_has_what_somebody_else_unloads_between_its_looks(traced, module
             torch.testing.assert_close(change(module, ["ink"]), want(traced, module, 1))
 
 
+def test_what_was_wrong_with_a_file_is_told_of_that_file_alone(traced, module, tmp_path):
+    write(tmp_path, "ink", 1)
+    with AdapterStore(tmp_path, {"unet": module}) as store:
+        (tmp_path / "ink.safetensors").unlink()
+        assert store.lease(["ink"]) is None
+        end = time.monotonic() + 20
+        while not store._faults:  # nobody waits to be told
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        write(tmp_path, "ink", 2)
+        store.refresh()
+        with wait(store, "ink"):
+            torch.testing.assert_close(change(module, ["ink"]), want(traced, module, 2))
+        assert not store._faults
+
+
 def test_two_hundred_adapters_in_four_slots_by_many_threads(traced, module, tmp_path):
     for i in range(200):
         write(tmp_path, f"a{i:03}", i)

@@ -107,7 +107,7 @@ class AdapterStore:
         self._ready: dict[str, tuple[Stamp, dict[str, Prepared]]] = {}  # in host memory, the last used last
         self._in_slots: dict[str, SlotAdapter] = {}  # in slots, the last used last
         self._wanted: dict[str, WantedAdapter] = {}
-        self._faults: dict[str, str] = {}  # of readings, until somebody is told
+        self._faults: dict[tuple[str, Stamp], str] = {}  # of readings, until somebody is told
         self._calls = 0
         self._news = threading.Event()
         self._closed = False
@@ -200,7 +200,7 @@ class AdapterStore:
                 raise SpecError("the store is closed")
             self._check_room(names, {model: slots.slots for model, slots in self._models.items()}, "in its slots")
             for name in names:
-                if (fault := self._faults.pop(name, "")) and name not in self._ready:
+                if (fault := self._faults.pop((name, self._index.entries[name].stamp), "")) and name not in self._ready:
                     raise SpecError(fault, path=("adapters",), key=name)
             stamps = {name: self._index.entries[name].stamp for name in names}
             lacking = [name for name in names if not self._is_in_slots(name, stamps[name])]
@@ -286,7 +286,9 @@ class AdapterStore:
             self._scanned = time.monotonic()
             if self._index.refresh():
                 entries = self._index.entries
-                for name in [n for n, (stamp, _) in self._ready.items() if n not in entries or entries[n].stamp != stamp]:
+                known = {(name, entry.stamp) for name, entry in entries.items()}
+                self._faults = {key: fault for key, fault in self._faults.items() if key in known}
+                for name in [n for n, (stamp, _) in self._ready.items() if (n, stamp) not in known]:
                     del self._ready[name]
 
     def _read_next(self) -> bool:
@@ -299,7 +301,8 @@ class AdapterStore:
         with self._lock:
             now, entries = time.monotonic(), self._index.entries
             self._wanted = {n: w for n, w in self._wanted.items() if now - w.asked < PATIENCE and n in entries}
-            waiting = [n for n in self._wanted if n not in self._faults and self._ready.get(n, ((),))[0] != entries[n].stamp]
+            stamps = {n: entries[n].stamp for n in self._wanted}
+            waiting = [n for n, s in stamps.items() if (n, s) not in self._faults and self._ready.get(n, ((),))[0] != s]
             name = min(waiting, key=lambda n: self._wanted[n].order, default="")
             if not name or not self._make_room(name):
                 return False
@@ -316,7 +319,7 @@ class AdapterStore:
                 self._make_room(name)
             return True
         with self._lock:
-            self._faults[name] = fault
+            self._faults[name, stamps[name]] = fault
         return True
 
     def _make_room(self, name: str) -> bool:
