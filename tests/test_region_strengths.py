@@ -429,6 +429,90 @@ def test_a_layer_behind_a_function_that_moves_places_is_refused(name):
         fxplug.apply(gm, fxplug.load_pass("lora", at="layer", rank=1, slots=1, per_sample=1, regions=True))
 
 
+def write_half(model, tokens, words):
+    both = torch.cat([words, words], 1)
+    first, second = torch.chunk(both, 2, 1)
+    first.copy_(tokens)
+    second.copy_(words)
+    return both
+
+
+def write_view(model, tokens, words):
+    both = words.clone()
+    flat = both.flatten(2)
+    both[:, :8] = tokens[:, 8:]
+    return flat
+
+
+def write_out(model, tokens, words):
+    made = tokens.clone()
+    torch.add(tokens.flip(1), words, out=made)
+    return made
+
+
+HIDDEN = {
+    "a layer called by keyword": lambda model, tokens, words: model.mixed(input=tokens.transpose(1, 2)).transpose(1, 2),
+    "written into a part": write_half,
+    "written where a view is": write_view,
+    "written as out": write_out,
+    "resized to one pixel": lambda model, tokens, words: F.interpolate(
+        F.avg_pool2d(tokens.transpose(1, 2).unflatten(2, (4, 4)), 2), scale_factor=0.5
+    ).flatten(2).transpose(1, 2),
+    "rounded up": lambda model, tokens, words: torch.cat(
+        [words, model.pool(tokens.transpose(1, 2).unflatten(2, (4, 4))).flatten(2).transpose(1, 2)], 1
+    ),
+}
+
+
+class Hidden(nn.Module):
+    """A layer behind what hides that places were moved, mixed, or have another number at other sizes."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.function, self.first = HIDDEN[name], nn.Conv2d(16, 16, 1)
+        self.layer, self.mixed = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.pool = nn.AvgPool2d(2, ceil_mode=True)
+
+    def forward(self, x, words):
+        tokens = self.first(x).flatten(2).transpose(1, 2)
+        return tokens + self.layer(self.function(self, tokens, words)).mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_layer_behind_what_hides_its_places_is_refused(name):
+    gm = fxplug.trace(small.seeded(lambda: Hidden(name)).eval(), (noise(2, 16, 4, 4), noise(2, 16, 16)))
+    with pytest.raises(SpecError, match="layer: where its result .* has the places of the picture is not known"):
+        fxplug.apply(gm, fxplug.load_pass("lora", at="layer", rank=1, slots=1, per_sample=1, regions=True))
+
+
+def test_a_list_of_channels_moves_no_places():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layer = nn.Conv2d(4, 4, 1), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(self.first(x)[:, [3, 2, 1, 0]])  # the width alone is mixed
+
+    gm = fxplug.trace(small.seeded(Listed).eval(), noise(2, 4, 4, 4))
+    with pytest.raises(SpecError, match="layer: where its result .* has the places of the picture is not known"):
+        fxplug.apply(gm, fxplug.load_pass("lora", at="layer", rank=1, slots=1, per_sample=1, regions=True))
+
+
+def test_a_mean_over_channels_has_the_places():
+    class Means(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layer = nn.Conv2d(3, 4, 1), nn.Conv2d(1, 4, 1)
+
+        def forward(self, x):
+            return self.layer(torch.mean(self.first(x), axis=1, keepdim=True))
+
+    gm = fxplug.trace(small.seeded(Means).eval(), noise(2, 3, 8, 8))
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="layer", rank=1, slots=1, per_sample=1, regions=True))
+    assert new.get_submodule("lora.layer.GatheredLora").level == 1
+
+
 @pytest.mark.slow
 def test_words_have_no_places_and_videos_are_refused():
     words = fxplug.trace(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4)).eval(), torch.arange(6).view(2, 3))

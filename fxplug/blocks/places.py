@@ -68,6 +68,8 @@ LIKE = ("type_as", "to", "expand_as", "view_as", "reshape_as")  # of whose secon
 REDUCED = ("mean", "sum", "amax", "amin", "var", "std", "norm", "vector_norm", "logsumexp", "prod", "any", "all")
 PARTED = ("chunk", "split", "split_with_sizes", "tensor_split")
 PRODUCTS = ("matmul", "bmm", "mm", "baddbmm")
+VIEWS = (*MOVED, *RESHAPED, *PARTED, "getitem", "getattr", "edge", "unbind", "narrow", "select", "view_as", "as_strided",
+         "diagonal", "view_as_real", "view_as_complex", "real", "imag", "unfold", "contiguous", "detach", "expand")  # fmt: skip
 
 _known: WeakKeyDictionary[fx.Graph, tuple[Any, Mapping[str, PlaceDims]]] = WeakKeyDictionary()
 
@@ -118,20 +120,23 @@ class _PlaceSearch:
         return found
 
     def write(self, node: fx.Node) -> None:
-        """Note that nobody knows the places of a value that another one was written into, nor of what it is a view of."""
-        target: Any = node.args[0] if node.args else None
+        """Note that nobody knows the places of a value that another one was written into, nor of what shares memory with it."""
+        target: Any = node.kwargs.get("out") or (node.args[0] if node.args else None)
         others = {self.get(value) for value in node.all_input_nodes if value is not target} - {None, NONE}
-        if not others or not isinstance(target, fx.Node) or (_name(node) not in STRAY and self.get(target)):
+        moves = _name(node) in STRAY or "out" in node.kwargs
+        if not others or not isinstance(target, fx.Node) or (not moves and self.get(target)):
             return  # such as x.add_(y)
         own = self.get(target)
         if _name(node) == "setitem" and own is not None:
             value: Any = node.args[2]
             if self.get(value) == self.part(own, target.meta["shape"], node.args[1], value.meta["shape"]) != LOST:
                 return
-        while isinstance(target, fx.Node):
-            self.found[target.name] = LOST
-            viewed = target.op == "call_method" or target.target in (operator.getitem, ops.edge)
-            target = target.args[0] if viewed and target.args else None
+        while _is_view(target):
+            target = target.args[0]
+        shared = [target]
+        for one in shared:
+            self.found[one.name] = LOST
+            shared += [user for user in one.users if user.args[:1] == (one,) and _is_view(user)]
 
     def get(self, node: Any) -> PlaceDims | None:
         return self.found.get(node.name) if isinstance(node, fx.Node) else None
@@ -155,7 +160,7 @@ class _PlaceSearch:
         name = _name(node)
         if node.op == "get_attr" or name in MADE or not shape:
             return None if shape or name in MADE else NONE
-        first: Any = node.args[0] if node.args else None
+        first: Any = node.args[0] if node.args else node.kwargs.get("input")
         if name == "getitem":
             return self.of_item(node, first)
         if name in ("cat", "concat", "concatenate"):
@@ -213,9 +218,10 @@ class _PlaceSearch:
             pointwise = "Conv1d" in kinds and module.kernel_size == module.stride == (1,) and own.dims == (2,)
             return own if pointwise and old[2] == shape[2] else LOST
         if "AvgPool2d" in kinds or "MaxPool2d" in kinds:
-            return self.pooled(own, shape, module.kernel_size, module.stride, module.padding)
-        if {"Upsample", "AdaptiveAvgPool2d", "AdaptiveMaxPool2d", "PixelShuffle", "PixelUnshuffle"} & {*kinds}:
-            return self.resized(own, shape, "pixel_unshuffle" if "PixelUnshuffle" in kinds else "")
+            return self.pooled(own, shape, module.kernel_size, module.stride, module.padding, ceil_mode=module.ceil_mode)
+        for kind in ("Upsample", "AdaptiveAvgPool2d", "AdaptiveMaxPool2d", "PixelShuffle", "PixelUnshuffle"):
+            if kind in kinds:
+                return self.resized(own, shape, kind)
         if "Flatten" in kinds or "Unflatten" in kinds:
             return self.reshaped(own, old, shape)
         if "Embedding" in kinds:
@@ -278,7 +284,8 @@ class _PlaceSearch:
         return own if all(step == (1, 0, 1) for step in steps) else replace(own, grid=(*own.grid, (steps[0], steps[1])))
 
     def reduced(self, node: fx.Node, own: PlaceDims, old: Sequence[int], shape: Sequence[int]) -> PlaceDims:
-        dims: Any = node.kwargs.get("dim", next((a for a in node.args[1:] if isinstance(a, (int, tuple, list))), None))
+        given = next((a for a in node.args[1:] if isinstance(a, (int, tuple, list))), None)
+        dims: Any = node.kwargs.get("dim", node.kwargs.get("axis", given))
         if dims is None:
             return NONE
         gone = {dim % len(old) if isinstance(dim, int) else -1 for dim in (dims if isinstance(dims, (tuple, list)) else [dims])}
@@ -322,9 +329,9 @@ class _PlaceSearch:
         """Return the places after a picture was made larger: those of the last level with that size."""
         if own.dims != (2, 3) or len(shape) != 4:
             return LOST
-        if name == "pixel_unshuffle":
+        if name in ("pixel_unshuffle", "PixelUnshuffle"):
             return self.stepped(own, [(1, 0, size // new) for size, new in zip(self.sizes(own.grid), shape[2:], strict=True)])
-        if tuple(shape[2:]) == (1, 1) != self.sizes(own.grid):
+        if tuple(shape[2:]) == (1, 1) != self.sizes(own.grid) and "adaptive" in name.lower():
             return NONE
         levels = [own.grid[:count] for count in range(len(own.grid), -1, -1)]
         return next((replace(own, grid=grid) for grid in levels if self.sizes(grid) == tuple(shape[2:])), LOST)
@@ -390,7 +397,7 @@ class _PlaceSearch:
         if own in (NONE, LOST):
             return own
         items: Any = index if isinstance(index, (tuple, list)) else (index,)
-        if any(isinstance(item, fx.Node) and "shape" in item.meta for item in items):
+        if any(isinstance(item, list) or (isinstance(item, fx.Node) and "shape" in item.meta) for item in items):
             return LOST
         wide = len(old) - sum(item is not None and item is not Ellipsis for item in items)
         at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
@@ -456,6 +463,12 @@ def writes(node: fx.Node) -> bool:
     """Return whether a node may change a value in place."""
     name = getattr(node.target, "__name__", str(node.target)) if node.op in ("call_function", "call_method") else ""
     return name == "setitem" or (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("out") is not None
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Return whether a value may share memory with the first argument: nearly any method may give a view."""
+    known = node.op == "call_method" or _name(node) in VIEWS or writes(node)
+    return known and _name(node) not in (*MADE, "clone") and bool(node.args) and isinstance(node.args[0], fx.Node)
 
 
 def _name(node: fx.Node) -> str:
