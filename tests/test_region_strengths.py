@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import cache
 
@@ -19,6 +20,7 @@ from torch import nn
 import fxplug
 from fxplug import Schedule, SpecError, Strength
 from fxplug.blocks.places import LOST, NONE, find_places
+from fxplug.blocks.regions import make_masks, make_token_masks
 
 LEFT = torch.zeros(8, 8)
 LEFT[:, :4] = 1
@@ -224,6 +226,15 @@ def test_other_sizes_than_traced(family):
                 run(new, inside(what, mask), ((), make(2, 8, 8)))
 
 
+def test_tokens_that_may_have_height_and_width_exchanged_are_refused():
+    mask = LEFT.repeat_interleave(8, 0).repeat_interleave(8, 1)
+    for ratio, sides in ((65 / 64, (65, 64)), (64 / 65, (64, 65)), (1.0, None)):
+        made, fits = make_token_masks(mask[None, None], torch.tensor([[ratio]]), 64 * 65)
+        assert bool(fits) == (sides is not None)
+        if sides:
+            assert torch.equal(made[0, 0], make_masks(mask, *sides).flatten())
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_odd_sizes_by_a_further_graph():
@@ -284,6 +295,17 @@ def test_a_saved_module_has_its_regions(tmp_path):
     with pytest.raises(SpecError, match="regions of the picture"):
         live.adapters.use(row)
     new.adapters.use(None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rest", ["share", "full", "none"])
+def test_active_has_the_rest_in_any_dtype(dtype, rest):
+    new = copy.deepcopy(slotted("sd15")).to(dtype)
+    for seed in range(8):
+        mask = torch.rand(7, 5, generator=torch.Generator().manual_seed(seed))
+        new.adapters.use({"a0": Strength(1.0, region=mask, rest=rest)})
+        assert new.adapters.active["a0"].rest == rest
 
 
 @pytest.mark.slow

@@ -114,12 +114,14 @@ def make_token_masks(masks: Tensor, ratios: Tensor, count: Any) -> tuple[Tensor,
         count: The number of tokens.
 
     Returns:
-        (batch, adapters, count), and a bool tensor, whether so many tokens have these proportions: where they have not, the
-        masks are of NaN.
+        (batch, adapters, count), and a bool tensor, whether so many tokens have these proportions, and have them not also with
+        height and width exchanged: where they have not, the masks are of NaN.
     """
     width = (count / ratios.where(ratios > 0, 1 / count)).sqrt().round().clamp(min=1)[..., None]
     height = (count / width).round()
-    fits = (height * width == count) & ((height / width / ratios.where(ratios > 0, 1 / count)[..., None]).log().abs() < 0.02)
+    wanted = ratios.where(ratios > 0, 1 / count)[..., None]
+    off, turned = (height / width / wanted).log().abs(), (width / height / wanted).log().abs()  # turned: width for height
+    fits = (height * width == count) & (off < 0.02) & ((height == width) | (2 * off < turned))
     fits = fits | (ratios <= 0)[..., None]
     at = torch.arange(count, device=masks.device, dtype=masks.dtype)
     row = (at / width).floor()
