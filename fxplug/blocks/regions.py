@@ -123,10 +123,11 @@ def make_token_masks(masks: Tensor, ratios: Tensor, count: Any) -> tuple[Tensor,
     off, turned = (height / width / wanted).log().abs(), (width / height / wanted).log().abs()  # turned: width for height
     fits = (height * width == count) & (off < 0.02) & ((height == width) | (2 * off < turned))
     fits = fits | (ratios <= 0)[..., None]
-    at = torch.arange(count, device=masks.device, dtype=masks.dtype)
-    row = (at / width).floor()
-    rows = _overlap(row, height[..., None], masks.shape[-2], masks.dtype)
-    columns = _overlap(at - row * width, width[..., None], masks.shape[-1], masks.dtype)
+    high, wide = height.long(), width.long()  # whole numbers: a compiled division of others may be a little off
+    at = torch.arange(count, device=masks.device)
+    row = at // wide
+    rows = _overlap(row, high[..., None], masks.shape[-2], masks.dtype)
+    columns = _overlap(at - row * wide, wide[..., None], masks.shape[-1], masks.dtype)
     made = ((rows @ masks) * columns).sum(-1) / (masks.shape[-2] * masks.shape[-1])
     return made.where(fits, torch.nan), fits.all()
 
