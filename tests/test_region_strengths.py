@@ -420,6 +420,36 @@ def test_a_layer_whose_places_are_not_known_is_refused():
     assert [new.get_submodule(f"lora.{n}.GatheredLora").level for n in ("first", "pooled", "text", "after")] == [1, 0, 0, 1]
 
 
+class Joint(nn.Module):
+    """Blocks over the tokens of a picture and words behind them, or before."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.__dict__["first"] = first
+        self.conv, self.blocks = nn.Conv2d(3, 8, 2, 2), nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(2))
+
+    def forward(self, x, words):
+        tokens = self.conv(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([words, tokens] if self.first else [tokens, words], 1)
+        for block in self.blocks:
+            tokens = tokens + block(tokens)
+        return tokens[:, words.shape[1] :] if self.first else tokens[:, : -words.shape[1]]
+
+
+@pytest.mark.parametrize(("name", "first", "more"), [
+    ("vpt", False, {"prefix": 0, "tokens": 3}),
+    ("tome", True, {"at": r"re:(?P<site>(?P<block>blocks\.\d+)\.0)$", "grid": ":in.x", "prefix": 40, "max_downsample": 2}),
+])  # fmt: skip
+def test_a_pass_that_changes_the_number_of_tokens_is_refused(name, first, more):
+    gm = fxplug.trace(small.seeded(lambda: Joint(first)).eval(), (noise(2, 3, 16, 16), noise(2, 40, 8)))
+    other = fxplug.load_pass(name, **more)
+    regions = fxplug.load_pass("lora", at="blocks.*.0", rank=1, slots=1, per_sample=1, regions=True)
+    with pytest.raises(SpecError, match="it changes the number of tokens, and a pass with regions has masks"):
+        fxplug.apply(fxplug.apply(gm, regions), other)
+    with pytest.raises(SpecError, match="where its result .* has the places of the picture is not known"):
+        fxplug.apply(fxplug.apply(gm, other), regions)
+
+
 MOVERS = {
     "adjoint": lambda x, words: x.adjoint(),
     "pad": lambda x, words: F.pad(x, (0, 0, 1, -1)),

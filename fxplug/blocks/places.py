@@ -230,8 +230,8 @@ class _PlaceSearch:
             return self.mixed(own, old, shape)
         if any("Pad" in kind for kind in kinds):
             return self.padded(own, len(old), module.padding)
-        if {"Fold", "Unfold"} & {*kinds} or ("ChannelShuffle" in kinds and 1 in own.dims):
-            return LOST
+        if {"Fold", "Unfold", "Prompt", "Drop"} & {*kinds} or ("ChannelShuffle" in kinds and 1 in own.dims):
+            return LOST  # also where a pass has added tokens, whose number the sizes here do not have
         return self.of_operands(given, shape)
 
     # --- kinds of operations

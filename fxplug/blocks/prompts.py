@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..core.errors import SpecError
 from .base import Block, check_count, check_share, find_attribute
+from .regions import check_no_regions
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site, Value
@@ -35,7 +36,9 @@ class Prompt(Block):
 
     @classmethod
     def at(cls, site: Site, tokens: int = 10, prefix: int | None = None, dropout: float = 0.0) -> Prompt:
-        """Make tokens for any sequence; the prefix is by default the `num_prefix_tokens` of the model around it."""
+        """Make tokens for any sequence; the prefix is by default the `num_prefix_tokens` of the model around it. Raises
+        SpecError as `regions.check_no_regions`."""
+        check_no_regions(site.root)
         value = site.args[0]
         return cls(value.shape[2], tokens, prefix_tokens(site, value) if prefix is None else prefix, dropout)
 

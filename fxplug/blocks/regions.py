@@ -86,6 +86,22 @@ class RegionGates(Gates):
         return cls(RegionTable(**options, levels=[make_plain(grid) for grid in grids], latents=latents if grids else ""))
 
 
+def check_no_regions(root: nn.Module) -> None:
+    """Check that no layer of a module has masks of regions: they would be at other places once tokens come or go.
+
+    Args:
+        root: The module.
+
+    Raises:
+        SpecError: Where one has.
+    """
+    if any(isinstance(module, RegionTable) and module.levels for module in root.modules()):
+        raise SpecError(
+            "it changes the number of tokens, and a pass with regions has masks for those that there are: leave one of the two "
+            "out"
+        )
+
+
 def make_masks(masks: Tensor, height: Any, width: Any) -> Tensor:
     """Resize masks by area: each place has the mean of what it covers.
 

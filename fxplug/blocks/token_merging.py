@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.errors import SpecError
 from .base import Block, check_share
+from .regions import check_no_regions
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -84,7 +85,9 @@ class Merge(Block):
 
     @classmethod
     def at(cls, site: Site, **options: Any) -> Merge:
-        """Make the block. Raises SpecError if the layer's tokens are no grid of patches of the image."""
+        """Make the block. Raises SpecError if the layer's tokens are no grid of patches of the image, and as
+        `regions.check_no_regions`."""
+        check_no_regions(site.root)
         block = cls(**options)
         x, metric, grid = (argument.shape for argument in site.args[:3])
         if len(x) != 3 or len(grid) != 4 or x[:2] != metric[:2]:
