@@ -530,6 +530,26 @@ class Hidden(nn.Module):
         return tokens + self.layer(self.function(self, tokens, words)).mean(1, keepdim=True)
 
 
+@pytest.mark.parametrize("how", ["view", "unflatten"])
+def test_windows_that_were_one_in_the_example_are_refused(how):
+    class Windows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layer = nn.Conv2d(3, 4, 1), nn.Linear(4, 4)
+
+        def forward(self, x):
+            x, (batch, _, height, width) = self.first(x), x.shape
+            if how == "view":
+                x = x.view(batch, 4, height // 4, 4, width // 4, 4)
+            else:
+                x = x.unflatten(2, (height // 4, 4)).unflatten(-1, (-1, 4))
+            return self.layer(x.permute(0, 2, 4, 3, 5, 1).reshape(batch, -1, 4))
+
+    gm = fxplug.trace(small.seeded(Windows).eval(), noise(2, 3, 4, 4))
+    with pytest.raises(SpecError, match="layer: where its result .* has the places of the picture is not known"):
+        fxplug.apply(gm, fxplug.load_pass("lora", at="layer", rank=1, slots=1, per_sample=1, regions=True))
+
+
 @pytest.mark.parametrize("name", HIDDEN)
 def test_a_layer_behind_what_hides_its_places_is_refused(name):
     gm = fxplug.trace(small.seeded(lambda: Hidden(name)).eval(), (noise(2, 16, 4, 4), noise(2, 16, 16)))

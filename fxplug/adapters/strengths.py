@@ -306,7 +306,7 @@ def read_region(table: Mapping[str, Tensor], index: int, slot: int) -> dict[str,
     if "regions" not in table or not (number := int(table["regions"][index][table["which"][index] == slot][0])):
         return {}
     mask, rest = table["masks"][number].float(), table["rests"][number]
-    word = {0: "none", 1: "full"}.get(float(rest), "share")
+    word = "none" if rest == 0 else "full" if rest == 1 else "share"
     sides = Fraction(float(table["ratios"][number])).limit_denominator(16)
     mask = mask.repeat_interleave(max(sides.numerator, 1), 0).repeat_interleave(sides.denominator, 1)
     return {"region": mask, "rest": word}

@@ -189,7 +189,7 @@ class _PlaceSearch:
             moved = find_order(node, len(old))
             return LOST if moved is None else replace(own, dims=tuple(moved.index(dim) for dim in own.dims))
         if name in (*RESHAPED, "view_as", "reshape_as"):
-            return self.reshaped(own, old, shape)
+            return LOST if _has_computed_one(node, shape) else self.reshaped(own, old, shape)
         if name in REDUCED:
             return self.reduced(node, own, old, shape)
         if name in ("view_as_complex", "view_as_real"):
@@ -284,9 +284,8 @@ class _PlaceSearch:
         return own if all(step == (1, 0, 1) for step in steps) else replace(own, grid=(*own.grid, (steps[0], steps[1])))
 
     def reduced(self, node: fx.Node, own: PlaceDims, old: Sequence[int], shape: Sequence[int]) -> PlaceDims:
-        given = next((a for a in node.args[1:] if isinstance(a, (int, tuple, list))), None)
-        dims: Any = node.kwargs.get("dim", node.kwargs.get("axis", given))
-        if dims is None:
+        given: Any = next((a for a in node.args[1:] if isinstance(a, (int, tuple, list))), None)
+        if (dims := node.kwargs.get("dim", node.kwargs.get("axis", given))) is None:
             return NONE
         gone = {dim % len(old) if isinstance(dim, int) else -1 for dim in (dims if isinstance(dims, (tuple, list)) else [dims])}
         if own.text or -1 in gone or (gone & {*own.dims} and not {*own.dims} <= gone):
@@ -469,6 +468,14 @@ def _is_view(node: fx.Node) -> bool:
     """Return whether a value may share memory with the first argument: nearly any method may give a view."""
     known = node.op == "call_method" or _name(node) in VIEWS or writes(node)
     return known and _name(node) not in (*MADE, "clone") and bool(node.args) and isinstance(node.args[0], fx.Node)
+
+
+def _has_computed_one(node: fx.Node, shape: Sequence[int]) -> bool:
+    """Return whether a size behind the batch is computed and 1, such as of one window: others may not be in a row."""
+    sizes: Any = next((size for size in node.args[1:] if isinstance(size, (tuple, list))), node.args[1:])
+    start: Any = node.args[1] if _name(node) == "unflatten" else 0
+    rows = enumerate(sizes, start % (len(shape) - len(sizes) + 1) if start else 0)
+    return any(0 < at < len(shape) and shape[at] == 1 and (size == -1 or not isinstance(size, int)) for at, size in rows)
 
 
 def _name(node: fx.Node) -> str:
