@@ -345,6 +345,8 @@ def test_what_a_plugin_imports_is_there_while_it_is_imported(tmp_path, monkeypat
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins" / "rolling.py").write_text(IMPORTS)
     monkeypatch.chdir(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "utils"]:
+        monkeypatch.delitem(sys.modules, name)  # of the run that an earlier test has loaded
     before = {name: sys.modules.get(name) for name in ("train", "utils", "utils.sample_generator", "colorama")}
     run = train(tmp_path / "run", "plugins.rolling.Rolling")
     assert {name: sys.modules.get(name) for name in before} == before

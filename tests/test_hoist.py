@@ -286,10 +286,11 @@ def test_modes_of_torch_are_seen():
         assert is_same(hoisted(**inputs()), gm(**inputs()))
     assert hoisted.counts["conditions"] == 3
     matmul, threads = torch.backends.mkldnn.matmul, torch.get_num_threads()
+    precision = matmul.fp32_precision
     for change, back in (
         (lambda: torch.set_num_threads(threads + 1), lambda: torch.set_num_threads(threads)),
         (lambda: torch.set_flush_denormal(True), lambda: torch.set_flush_denormal(False)),
-        (lambda: setattr(matmul, "fp32_precision", "bf16"), lambda: setattr(matmul, "fp32_precision", "none")),
+        (lambda: setattr(matmul, "fp32_precision", "bf16"), lambda: setattr(matmul, "fp32_precision", precision)),
         (lambda: torch.use_deterministic_algorithms(True), lambda: torch.use_deterministic_algorithms(False)),
     ):
         try:

@@ -276,6 +276,7 @@ def test_a_walk_that_fails_leaves_no_half_of_the_regions(net):
 
 
 def test_modules_of_regions_are_asked_anew(net):
+    net = copy.deepcopy(net)
     (regions,) = find_regions(net)
     path = next(path for path in regions.ran if "Linear" in regions.classes(path))
     net.set_submodule(path, nn.Identity())
