@@ -6,16 +6,28 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import fx, nn
 
-from ..core.ir import functions, ops
+from ..core.ir import functions
 from ..core.ir.traced_module import list_class_names
 from .dimensions import MOVED, RESHAPED, find_order
+from .place_functions import (
+    LIKE,
+    MADE,
+    PARTED,
+    PRODUCTS,
+    REDUCED,
+    STRAY,
+    get_name,
+    has_computed_one,
+    is_known,
+    is_local,
+    is_view,
+    may_write,
+)  # fmt: skip
 
 Step = tuple[int, int, int]  # what a layer makes of a size: (size * first + second) // third
 Grid = tuple[tuple[Step, Step], ...]  # such steps of height and width, from those of the latents on
@@ -43,33 +55,6 @@ class PlaceDims:
 
 NONE = PlaceDims((), (), "none")  # computed from the latents, and without places: a mean over them, text behind attention
 LOST = PlaceDims((), (), "lost")  # computed from the latents, and where it has their places is not known
-
-# functions whose result may have the sizes of a value and its places elsewhere, or makes others of them
-STRAY = (
-    "roll", "flip", "fliplr", "flipud", "rot90", "sort", "argsort", "msort", "topk", "gather", "index_select", "take",
-    "take_along_dim", "scatter", "scatter_add", "index_add", "index_copy", "index_put", "masked_scatter", "masked_select",
-    "grid_sample", "fold", "unfold", "repeat_interleave", "inverse", "outer", "setitem", "conv1d", "conv3d", "conv2d",
-    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "tensordot", "addmm", "kron", "cross", "stack", "repeat",
-    "tile", "copy", "put_members", "as_strided", "multi_head_attention_forward", "narrow", "select", "diff", "bilinear",
-)  # fmt: skip
-# functions beside torch's own pointwise ones that leave what comes of each place where it is
-LOCAL = (
-    "edge", "to", "type", "float", "half", "double", "bfloat16", "contiguous", "clone", "detach", "expand", "real",
-    "imag", "conj", "complex", "polar", "softmax", "log_softmax", "softmin", "cumsum", "cumprod", "layer_norm",
-    "rms_norm", "group_norm", "batch_norm", "instance_norm", "normalize", "dropout", "dropout1d", "dropout2d",
-    "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "truediv", "floordiv", "mod", "pos", "invert",
-    "true_divide", "floor_divide", "divide", "multiply", "subtract", "negative", "absolute", "hardswish", "prelu",
-    "softsign", "logsigmoid", "tanhshrink", "glu", "not", "long", "int", "bool", "cpu", "cuda", "type_as", "expand_as",
-    "triu", "tril",
-)  # fmt: skip
-MADE = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full",
-        "new_empty", "new_tensor")  # fmt: skip
-LIKE = ("type_as", "to", "expand_as", "view_as", "reshape_as")  # of whose second value only dtype or sizes matter
-REDUCED = ("mean", "sum", "amax", "amin", "var", "std", "norm", "vector_norm", "logsumexp", "prod", "any", "all")
-PARTED = ("chunk", "split", "split_with_sizes", "tensor_split")
-PRODUCTS = ("matmul", "bmm", "mm", "baddbmm")
-VIEWS = (*MOVED, *RESHAPED, *PARTED, "getitem", "getattr", "edge", "unbind", "narrow", "select", "view_as", "as_strided",
-         "diagonal", "view_as_real", "view_as_complex", "real", "imag", "unfold", "contiguous", "detach", "expand")  # fmt: skip
 
 _known: WeakKeyDictionary[fx.Graph, tuple[Any, Mapping[str, PlaceDims]]] = WeakKeyDictionary()
 
@@ -105,7 +90,7 @@ class _PlaceSearch:
         for node in graph.nodes:
             if node.name == latents or not (given := self.find_inputs(node)):
                 continue
-            if writes(node):
+            if may_write(node):
                 self.write(node)
             if node.meta.get("shape") is not None and (made := self.of(node, given)) is not None:
                 self.found[node.name] = self.checked(made, node.meta["shape"])
@@ -123,20 +108,20 @@ class _PlaceSearch:
         """Note that nobody knows the places of a value that another one was written into, nor of what shares memory with it."""
         target: Any = node.kwargs.get("out") or (node.args[0] if node.args else None)
         others = {self.get(value) for value in node.all_input_nodes if value is not target} - {None, NONE}
-        moves = _name(node) in STRAY or "out" in node.kwargs
+        moves = get_name(node) in STRAY or "out" in node.kwargs
         if not others or not isinstance(target, fx.Node) or (not moves and self.get(target)):
             return  # such as x.add_(y)
         own = self.get(target)
-        if _name(node) == "setitem" and own is not None:
+        if get_name(node) == "setitem" and own is not None:
             value: Any = node.args[2]
             if self.get(value) == self.part(own, target.meta["shape"], node.args[1], value.meta["shape"]) != LOST:
                 return
-        while _is_view(target):
+        while is_view(target):
             target = target.args[0]
         shared = [target]
         for one in shared:
             self.found[one.name] = LOST
-            shared += [user for user in one.users if user.args[:1] == (one,) and _is_view(user)]
+            shared += [user for user in one.users if user.args[:1] == (one,) and is_view(user)]
 
     def get(self, node: Any) -> PlaceDims | None:
         return self.found.get(node.name) if isinstance(node, fx.Node) else None
@@ -157,7 +142,7 @@ class _PlaceSearch:
     def of(self, node: fx.Node, given: list[fx.Node]) -> PlaceDims | None:
         """Return the places of a node's result; None for one that no number of the latents is in."""
         shape = node.meta["shape"]
-        name = _name(node)
+        name = get_name(node)
         if node.op == "get_attr" or name in MADE or not shape:
             return None if shape or name in MADE else NONE
         first: Any = node.args[0] if node.args else node.kwargs.get("input")
@@ -178,10 +163,10 @@ class _PlaceSearch:
             return None
         if own in (NONE, LOST) and (len(given) == 1 or name in LIKE):
             return own
-        if name in STRAY or "fft" in name or not _is_known(node, self.root):
+        if name in STRAY or "fft" in name or not is_known(node, self.root):
             return LOST
         if own is None or own in (NONE, LOST):
-            return self.of_operands(given, shape) if node.op == "call_module" or _is_local(name) else LOST
+            return self.of_operands(given, shape) if node.op == "call_module" or is_local(name) else LOST
         old = first.meta["shape"]
         if node.op == "call_module":
             return self.of_module(self.root.get_submodule(str(node.target)), own, old, given, shape)
@@ -189,7 +174,7 @@ class _PlaceSearch:
             moved = find_order(node, len(old))
             return LOST if moved is None else replace(own, dims=tuple(moved.index(dim) for dim in own.dims))
         if name in (*RESHAPED, "view_as", "reshape_as"):
-            return LOST if _has_computed_one(node, shape) else self.reshaped(own, old, shape)
+            return LOST if has_computed_one(node, shape) else self.reshaped(own, old, shape)
         if name in REDUCED:
             return self.reduced(node, own, old, shape)
         if name in ("view_as_complex", "view_as_real"):
@@ -204,7 +189,7 @@ class _PlaceSearch:
             return self.padded(own, len(old), node.kwargs.get("pad", node.args[1] if len(node.args) > 1 else None))
         if name == "channel_shuffle":
             return LOST if 1 in own.dims else own
-        return self.of_operands(given, shape) if _is_local(name) else LOST
+        return self.of_operands(given, shape) if is_local(name) else LOST
 
     def of_module(
         self, module: Any, own: PlaceDims, old: Sequence[int], given: list[fx.Node], shape: Sequence[int]
@@ -432,7 +417,7 @@ class _PlaceSearch:
         value: Any = source.args[0] if source.args else None
         if not isinstance(value, fx.Node) or not isinstance(index := node.args[1], int):
             return LOST
-        own, old, shape, name = self.get(value), value.meta.get("shape"), node.meta["shape"], _name(source)
+        own, old, shape, name = self.get(value), value.meta.get("shape"), node.meta["shape"], get_name(source)
         if source.op == "call_module" and "MultiheadAttention" in list_class_names(self.root.get_submodule(str(source.target))):
             return self.of_query(value, shape) if index == 0 else LOST
         if name not in (*PARTED, "unbind") or old is None:
@@ -456,45 +441,3 @@ class _PlaceSearch:
 def _find(shape: Sequence[int], step: int, count: int) -> tuple[int, ...]:
     """Return the one dimension of that many entries, which are so many elements apart; () for none, or one entry."""
     return tuple(d for d, n in enumerate(shape) if n == count > 1 and math.prod(shape[d + 1 :]) == step)[:1]
-
-
-def writes(node: fx.Node) -> bool:
-    """Return whether a node may change a value in place."""
-    name = getattr(node.target, "__name__", str(node.target)) if node.op in ("call_function", "call_method") else ""
-    return name == "setitem" or (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("out") is not None
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Return whether a value may share memory with the first argument: nearly any method may give a view."""
-    known = node.op == "call_method" or _name(node) in VIEWS or writes(node)
-    return known and _name(node) not in (*MADE, "clone") and bool(node.args) and isinstance(node.args[0], fx.Node)
-
-
-def _has_computed_one(node: fx.Node, shape: Sequence[int]) -> bool:
-    """Return whether a size behind the batch is computed and 1, such as of one window: others may not be in a row."""
-    sizes: Any = next((size for size in node.args[1:] if isinstance(size, (tuple, list))), node.args[1:])
-    start: Any = node.args[1] if _name(node) == "unflatten" else 0
-    rows = enumerate(sizes, start % (len(shape) - len(sizes) + 1) if start else 0)
-    return any(0 < at < len(shape) and shape[at] == 1 and (size == -1 or not isinstance(size, int)) for at, size in rows)
-
-
-def _name(node: fx.Node) -> str:
-    return "" if node.op == "call_module" else functions.get_short_name(node.target).strip("_")
-
-
-@cache
-def _is_local(name: str) -> bool:
-    """Return whether each entry of a function's result is where the entries are that it is made of."""
-    found = [getattr(torch.ops.aten, each, None) for each in (name, f"{name}_", f"bitwise_{name}")]
-    tags = (getattr(one, each).tags for one in found if one is not None for each in one.overloads())
-    return name in LOCAL or any(torch.Tag.pointwise in each for each in tags)
-
-
-def _is_known(node: fx.Node, root: nn.Module) -> bool:
-    """Return whether a node calls what is torch's or Python's, a layer of these, or a block of this package."""
-    if node.op == "call_module":
-        return type(root.get_submodule(str(node.target))).__module__.startswith(("torch.nn.", "fxplug.")) or bool(
-            {"Linear", "TransposedLinear", "_ConvNd", "Embedding"} & {*list_class_names(root.get_submodule(str(node.target)))}
-        )
-    module = getattr(node.target, "__module__", None) or "torch"
-    return node.op == "call_method" or module.startswith(("torch", "_operator", "builtins", "math", ops.__name__))
