@@ -19,6 +19,7 @@ from fxplug.core.errors import FxplugError, SpecError
 
 WORDS, MIXED = -1.0, float("nan")  # the code of what has no place, and of what has several
 TOLERANCE = 1e-4  # of the largest update
+COST = 20
 
 
 def make_codes(height: int, width: int) -> Tensor:
@@ -264,6 +265,3 @@ def fuzz_regions(cases: int, seed: int) -> list[str]:
         torch.manual_seed(number)
         found += [f"seed {number}: {miss}" for miss in find_misses(random.Random(number))]
     return found
-
-
-COST = 20

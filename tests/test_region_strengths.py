@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import unets
 import zoo
+from fuzz_regions import fuzz_regions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -606,3 +607,8 @@ def test_words_have_no_places_and_videos_are_refused():
         fxplug.apply(video, fxplug.load_pass("lora", at="**", rank=1, slots=1, per_sample=1, regions=True))
     with pytest.raises(SpecError, match="name the latents, .* with 'samples'"):
         slotted("sd15", samples="encoder_hidden_states")
+
+
+@pytest.mark.slow
+def test_layers_of_random_models_take_the_mask_of_their_places_or_are_refused():
+    assert fuzz_regions(40, 30) == []
