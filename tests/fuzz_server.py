@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples/tiny"))
 import torch
+from PIL import Image
 from test_edits import MASK, PICTURE, edit, encode
 from test_server import ASK, Client, make_body, upload, write_folder
 
@@ -36,7 +37,7 @@ class Errors(logging.Handler):
 
 
 def spoil(raw: bytes, rng: random.Random) -> bytes:
-    """An adapter file with other bytes, most of them in its header, or an end that is missing."""
+    """A file with other bytes, most of them in its header, or an end that is missing."""
     made = bytearray(raw)
     for _ in range(rng.choice([1, 1, 3, 30])):
         made[rng.randrange(min(rng.choice([12, 400, len(made)]), len(made)))] = rng.randrange(256)
@@ -46,7 +47,10 @@ def spoil(raw: bytes, rng: random.Random) -> bytes:
 def make_edit(rng: random.Random) -> tuple[dict[str, bytes], dict[str, object]]:
     """Files and fields of an edit, of which some are others, broken, or not there."""
     mask = encode(MASK.convert(rng.choice(["L", "1", "RGBA", "P"])))
-    files = {"image": encode(PICTURE, rng.choice(["PNG", "JPEG", "WEBP"])), "mask": mask}
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F] = rng.randrange(12), "x" * rng.randrange(9)
+    about = exif.tobytes() if rng.random() < 0.5 else spoil(exif.tobytes(), rng)
+    files = {"image": encode(PICTURE, rng.choice(["PNG", "JPEG", "WEBP"]), exif=about), "mask": mask}
     for name in list(files):
         way = rng.random()
         if way < 0.3:
