@@ -31,6 +31,7 @@ import tiny
 import torch
 from diffusers import ControlNetModel
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from fxplug.core.errors import SpecError
 from fxplug.serving import Engine, Region, Request
@@ -500,6 +501,23 @@ def test_uploads(client, folder):
     assert outside == [] and sorted(path.name for path in (folder / "adapters").iterdir() if path.suffix != ".json") == [
         f"{name}.safetensors" for name in ("broken", "film", "ink", "secret")
     ]
+
+
+def test_trigger_words_are_those_of_the_file(client, folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(client.server, "keys", read_keys(folder / "keys.txt"))
+    monkeypatch.setattr(client, "key", "boss")
+    file, place = tmp_path / "worded.safetensors", folder / "adapters/worded.safetensors"
+    save_file(load_file(folder / "adapters/ink.safetensors"), file, {"modelspec.trigger_phrase": "in ink"})
+    assert upload(client, "worded", file.read_bytes())[0] == 201
+    assert client.json("/v1/adapters/worded")[1]["trigger_words"] == "in ink"
+    assert "trigger_words" not in client.json("/v1/adapters/ink")[1]
+    monkeypatch.setattr(client.server.service.store, "_scanned", time.monotonic() + 1000)  # it looks at no file for a while
+    for change in (lambda: place.write_bytes(b"\x10" * 40), place.unlink):
+        change()
+        status, found = client.json("/v1/adapters/worded")
+        assert status == 200 and "trigger_words" not in found
+    monkeypatch.undo()
+    client.server.service.store.refresh()
 
 
 def test_uploads_of_one_name_at_once(client, folder, monkeypatch):

@@ -79,8 +79,7 @@ class Header:
 def read(
     path: str | PathLike[str], *, raises: Raises | None = None, most: float = math.inf, limits: Limits = DEFAULT
 ) -> tuple[Any, dict[str, str]]:
-    """Read a file of weights on the CPU, and its metadata: tensors by name for safetensors, any value of `torch.save`. tensors
-    by name for safetensors, any value of `torch.save`.
+    """Read a file of weights on the CPU, and its metadata: tensors by name for safetensors, any value of `torch.save`.
 
     Tensors of more than `most` bytes are meta tensors of the same shapes, and not read; with -1 all are. Raises what `raises`
     makes (an ArtifactError that names the path) for a file that cannot be read, is damaged or something else, or is beyond

@@ -7,13 +7,16 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from PIL import Image
-from safetensors import safe_open
 
+from ...core.errors import FxplugError
+from ...core.reading import make_reporter, open_regular_file
+from ...core.weight_files import read_header
 from ..adapter_index import AdapterInfo
 from ..tickets import QueueFull, Ticket
 from .bodies import PictureOrder
@@ -165,13 +168,13 @@ class OrderTaker(ABC):
         return [info.name for info in self.store.list() if not info.error] if self.store else []
 
     def read_trigger_words(self, name: str) -> str:
-        """Read the trigger words in the metadata of an adapter's file; "" where it has none."""
+        """Read the trigger words of an adapter's file; "" where its metadata has none, and for one that was changed now."""
         if self.store is None:
             return ""
         path = self.store.get_path(name)
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         for file in files[:1]:
-            with safe_open(file, "pt") as opened:
-                metadata = opened.metadata() or {}
-            return next((metadata[key][:LONGEST_WORDS] for key in TRIGGERS if metadata.get(key)), "")
+            with suppress(FxplugError), open_regular_file(file) as opened:
+                metadata = read_header(opened, make_reporter(file)).about
+                return next((metadata[key][:LONGEST_WORDS] for key in TRIGGERS if metadata.get(key)), "")
         return ""
